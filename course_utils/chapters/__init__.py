@@ -1,0 +1,1 @@
+"""The chapters' definitions, generated from the notebooks by ``make export``."""

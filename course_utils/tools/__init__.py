@@ -1,0 +1,1 @@
+"""The maintainers' commands; see ``python -m course_utils --help``."""
