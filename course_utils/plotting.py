@@ -1,0 +1,468 @@
+"""The course's figures: one style, colours that survive colour blindness, alt text and provenance in every picture.
+
+Colour never carries a meaning alone: each has its own marker, and predictions are dashed. Figures are made without
+pyplot, so no window or backend is asked for and no figure stays open. Matplotlib is imported at first use.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from course_utils.claims import emit, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STYLE = Path(__file__).with_name("course.mplstyle")
+
+# Okabe and Ito 2008.
+COLORS = {
+    "blue": "#0072B2",
+    "vermillion": "#D55E00",
+    "green": "#009E73",
+    "purple": "#CC79A7",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "yellow": "#F0E442",
+    "black": "#000000",
+    "grey": "#777777",
+}
+MARKERS = dict(zip(COLORS, ("o", "s", "^", "D", "v", "P", "d", "X", "."), strict=True))  # the second cue
+
+_PRESENT = 1.35  # how much larger letters and lines are on a projector
+_scale = 1.0
+
+
+# --- making and showing ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def use_style():
+    """The course's style for the ``with`` block; what was set before comes back after it."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        _apply_style()
+        yield
+
+
+def present(on: bool = True) -> None:
+    """Larger letters and lines in all figures made from now on, for a projector; ``present(False)`` takes it back."""
+    global _scale
+    _scale = _PRESENT if on else 1.0
+
+
+def figure(
+    width: float = 8.0, height: float = 4.2, ncols: int = 1, nrows: int = 1, **kwargs
+) -> tuple[Figure, Axes]:
+    """A figure of width × height inches in the course's style, and its axes (an array where there are several).
+
+    The style stays set, so that titles and lines added afterwards look alike. Further arguments go to
+    ``Figure.subplots`` (``sharey``, ``width_ratios`` …).
+    """
+    from matplotlib.figure import Figure
+
+    _apply_style()
+    fig = Figure(figsize=(width, height), layout="constrained")
+    return fig, fig.subplots(nrows, ncols, **kwargs)
+
+
+def png(fig: Figure) -> bytes:
+    """The figure as PNG, with a palette of at most 256 colours: half the size, no difference to be seen."""
+    from PIL import Image
+
+    raw, small = io.BytesIO(), io.BytesIO()
+    fig.savefig(raw, format="png", dpi=fig.get_dpi(), metadata={"Software": None})
+    raw.seek(0)
+    # Without a palette "fast octree" dithers nothing and keeps flat colours flat.
+    Image.open(raw).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+    return min(raw.getvalue(), small.getvalue(), key=len)
+
+
+def show(fig: Figure, alt: str, provenance: str | None = None) -> None:
+    """Show a figure as PNG with its alt text, and close it.
+
+    Args:
+        alt: what the picture says, for those who can't see it; also the output's plain text.
+        provenance: a line (see :func:`provenance`) drawn in grey below the axes.
+
+    Raises ValueError for an empty alt text. Outside IPython nothing is shown.
+    """
+    if not isinstance(alt, str) or not alt.strip():
+        raise ValueError("alt is empty; say in one or two sentences what the picture shows")
+    alt = " ".join(alt.split())
+    if provenance:
+        _footnote(fig, provenance)
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        from IPython.display import display
+
+        data = {"image/png": png(fig), "text/plain": alt}
+        display(data, raw=True, metadata={"image/png": {"alt": alt}})
+    _close(fig)
+
+
+def provenance(*, model: str, dtype, repeats: int, device=None, when: str | date | None = None) -> str:
+    """One line that says where the numbers of a figure come from: model, machine, dtype, torch, repeats and day."""
+    from course_utils import machine
+
+    day = when or date.today()
+    return (
+        f"{model} · {machine.describe(device, dtype)} · n = {repeats} · {day} · yours will differ in number"
+    )
+
+
+def _apply_style() -> None:
+    import matplotlib
+    import matplotlib.style
+
+    matplotlib.style.use(STYLE)
+    if _scale == 1.0:
+        return
+    sizes = (
+        "font.size",
+        "axes.labelsize",
+        "axes.titlesize",
+        "xtick.labelsize",
+        "ytick.labelsize",
+        "legend.fontsize",
+    )
+    for name in (*sizes, "lines.linewidth", "lines.markersize"):
+        matplotlib.rcParams[name] *= _scale
+
+
+def _footnote(fig: Figure, line: str) -> None:
+    """Write ``line`` at the figure's foot and keep the axes above it."""
+    width, height = fig.get_size_inches()
+    wrapped = textwrap.wrap(line, int(width * 17))  # letters of 7.5 points
+    inches = 0.14 * len(wrapped) + 0.06
+    fig.set_size_inches(width, height + inches)
+    if fig.get_layout_engine() is None:
+        fig.set_layout_engine("constrained")
+    share = inches / (height + inches)
+    fig.get_layout_engine().set(rect=(0, share, 1, 1 - share))
+    fig.text(
+        0.06 / width,
+        0.05 / (height + inches),
+        "\n".join(wrapped),
+        fontsize=7.5,
+        color=COLORS["grey"],
+        va="bottom",
+    )
+
+
+def _close(fig: Figure) -> None:
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None:
+        pyplot.close(fig)
+
+
+# --- kinds of lines --------------------------------------------------------------------------------------------------
+
+
+def lines(
+    ax: Axes,
+    x,
+    y,
+    spread=None,
+    label: str | None = None,
+    color: str = "blue",
+    marker: str | None = None,
+    predicted: bool = False,
+):
+    """Draw one series: measured as joined markers with spread, predicted as a dashed line without markers.
+
+    Args:
+        spread: interquartile ranges, shape (n,), half drawn to each side; or (low, high), shape (2, n).
+        color: a name in ``COLORS`` or any colour. marker: the colour's own unless given.
+
+    Returns the drawn line.
+    """
+    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    shade = COLORS.get(color, color)
+    if predicted:
+        return ax.plot(x, y, "--", color=shade, label=label, marker=marker or "", lw=0.8 * _line_width())[0]
+    marker = marker or MARKERS.get(color, "o")
+    if spread is not None:
+        ax.errorbar(
+            x, y, yerr=_whiskers(y, spread), fmt="none", ecolor=shade, elinewidth=1.2, alpha=0.8, zorder=2
+        )
+    return ax.plot(x, y, "-", color=shade, marker=marker, label=label, zorder=3)[0]
+
+
+def guess_star(ax: Axes, x: float, y: float | None, label: str = "your guess") -> None:
+    """A star where the reader's guess lies; None draws nothing."""
+    if y is None:
+        return
+    ax.plot([x], [y], "*", ms=17, color=COLORS["orange"], mec=COLORS["black"], mew=0.9, label=label, zorder=5)
+
+
+def _line_width() -> float:
+    import matplotlib
+
+    return matplotlib.rcParams["lines.linewidth"]
+
+
+def _whiskers(y: np.ndarray, spread) -> np.ndarray:
+    spread = np.asarray(spread, dtype=float)
+    if spread.ndim == 2:
+        low, high = spread
+        return np.stack((y - low, high - y)).clip(min=0)
+    return np.broadcast_to(spread / 2, y.shape)
+
+
+# --- the course's curve ----------------------------------------------------------------------------------------------
+
+
+def course_curve(
+    rows: Sequence[int],
+    seconds: Sequence[float],
+    *,
+    spread=None,
+    predicted: Callable | Sequence[float] | None = None,
+    marks: Sequence[tuple[float, str, str]] = (),
+    knee: float | None = None,
+    title: str = "Feeding more rows: where does the time start to climb?",
+) -> Figure:
+    """The course's one curve: milliseconds per forward against the rows fed in it, both axes logarithmic.
+
+    Args:
+        rows, seconds: measured, in order of rows. spread: as in :func:`lines`, in seconds.
+        predicted: seconds at ``rows``, or a function of an array of rows: the idealised roofline, dashed.
+        marks: (rows, label, symbol) such as (1, "with a cache", "②"), drawn on the measured curve. Two marks with
+            one symbol are a move: an arrow leads from the first to the second.
+        knee: rows at which the two terms of the roofline meet.
+        title: what to see.
+    """
+    rows, seconds = np.asarray(rows, dtype=float), np.asarray(seconds, dtype=float)
+    fig, ax = figure()
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    if predicted is not None:
+        dense, ideal = _roofline(rows, predicted)
+        lines(ax, dense, ideal * 1e3, color="grey", label="idealised: two straight limits", predicted=True)
+    scaled = None if spread is None else np.asarray(spread, dtype=float) * 1e3
+    lines(ax, rows, seconds * 1e3, scaled, label="measured", color="blue")
+    if knee is not None and math.isfinite(knee):
+        _draw_knee(ax, knee, rows)
+    _draw_marks(ax, rows, seconds * 1e3, marks)
+    _plain_ticks(ax, rows)
+    ax.set(title=title, xlabel="rows fed in one forward (log scale)", ylabel="ms per forward (log scale)")
+    ax.legend(loc="lower right", reverse=True)
+    return fig
+
+
+def _roofline(rows: np.ndarray, predicted) -> tuple[np.ndarray, np.ndarray]:
+    if not callable(predicted):
+        return rows, np.asarray(predicted, dtype=float)
+    dense = np.geomspace(rows.min(), rows.max(), 200)
+    return dense, np.asarray([float(predicted(r)) for r in dense])
+
+
+def _draw_knee(ax: Axes, knee: float, rows: np.ndarray) -> None:
+    right = math.log(knee / rows.min()) < 0.3 * math.log(rows.max() / rows.min())
+    ax.axvline(knee, color=COLORS["grey"], lw=1.2, ls=":")
+    ax.annotate(
+        f"knee ≈ {number(round(knee) if knee >= 10 else knee)} rows",
+        (knee, 0.03),
+        xycoords=ax.get_xaxis_transform(),
+        xytext=(5 if right else -5, 0),
+        textcoords="offset points",
+        ha="left" if right else "right",
+        color="#444444",
+        fontsize="small",
+    )
+
+
+def _draw_marks(ax: Axes, rows: np.ndarray, ms: np.ndarray, marks) -> None:
+    """Circled numbers at their points, and what they stand for in the empty corner above the flat part."""
+    low, high = ms.min(), ms.max()
+    ax.set_ylim(low / 1.9, max(high * 1.3, low * 2 ** (1 + len(marks))))
+    moves: dict[str, list[tuple[float, str]]] = {}
+    for at, label, symbol in marks:
+        moves.setdefault(symbol, []).append((at, label))
+    crowd: dict[float, int] = {}  # symbols already standing at a point
+    for symbol, points in moves.items():
+        spots = [(at, float(np.exp(np.interp(math.log(at), np.log(rows), np.log(ms))))) for at, _ in points]
+        for start, end in zip(spots, spots[1:], strict=False):
+            _draw_move(ax, start, end)
+        for at, y in spots:
+            _draw_symbol(ax, at, y, symbol, crowd.setdefault(at, 0))
+            crowd[at] += 1
+    key = [f"{symbol} {' → '.join(label for _, label in points)}" for symbol, points in moves.items()]
+    style = {"va": "top", "color": _OWN, "fontweight": "bold", "linespacing": 1.5, "zorder": 6}
+    style["bbox"] = {"fc": "white", "ec": "none", "pad": 1.5}
+    ax.text(0.015, 0.98, "\n".join(key), transform=ax.transAxes, **style)
+
+
+def _draw_symbol(ax: Axes, at: float, y: float, symbol: str, neighbours: int) -> None:
+    ax.plot([at], [y], "o", ms=15, mfc="none", mec=_OWN, mew=2, zorder=4)
+    ax.annotate(
+        symbol,
+        (at, y),
+        xytext=(18 * neighbours, 17),
+        textcoords="offset points",
+        ha="center",
+        va="center",
+        color=_OWN,
+        fontsize="x-large",
+        fontweight="bold",
+    )
+
+
+def _draw_move(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    """An arrow from where a step stood to where the chapter puts it."""
+    style = {
+        "arrowstyle": "-|>",
+        "color": _OWN,
+        "lw": 1.8,
+        "mutation_scale": 16,
+        "shrinkA": 11,
+        "shrinkB": 11,
+    }
+    bend = 0.12 if end[0] < start[0] else -0.12  # bent away from the curve, which lies below the chord
+    ax.annotate("", end, start, arrowprops=style | {"connectionstyle": f"arc3,rad={bend}"}, zorder=4)
+
+
+def _plain_ticks(ax: Axes, rows: np.ndarray) -> None:
+    """Powers of two and ordinary numbers instead of 2³ and 10¹."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    ax.xaxis.set_major_locator(LogLocator(base=2, numticks=12))
+    ax.xaxis.set_major_formatter(plain)
+    ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(plain)
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlim(rows.min() / 1.35, rows.max() * 1.35)
+
+
+# --- the seam strip and the formula ----------------------------------------------------------------------------------
+
+# (seam, what the chapter does there, the knobs in the formula, the knob in words), by chapter
+_CHAPTERS = {
+    1: (
+        "Linear",
+        "quantized weights in place of nn.Linear",
+        ("b_w",),
+        "bytes per weight b_w: 4 → 1 and less",
+    ),
+    2: ("Cache", "a cache object handed to forward()", ("rows", "KV"), "rows: n → 1, and KV(n) appears"),
+    3: ("loop", "draft, verify, accept, roll back", ("rows",), "rows: 1 → k + 1"),
+    4: ("scheduler", "which rows are in this step", ("rows", "sequences"), "rows and sequences: 1 → B"),
+}
+_OWN = COLORS["vermillion"]  # the chapter's own seam and knob, everywhere
+
+
+def _chapter(chapter: int) -> tuple:
+    if chapter not in _CHAPTERS:
+        raise ValueError(f"chapter={chapter!r} is not one of 1, 2, 3, 4")
+    return _CHAPTERS[chapter]
+
+
+def seam_strip(chapter: int) -> None:
+    """Show tokens → decoder → logits with the four seams, this chapter's filled (DESIGN's strip).
+
+    Raises ValueError for a chapter other than 1 to 4.
+    """
+    seam, does, _, _ = _chapter(chapter)
+    names = ", ".join(f"{n} {name}" for n, (name, *_) in _CHAPTERS.items())
+    alt = (
+        f"Tokens go into the decoder, logits come out. The decoder has four seams: {names}. "
+        f"Seam {chapter}, {seam}, is filled: this chapter's. {does[0].upper()}{does[1:]}."
+    )
+    show(_seam_figure(chapter), alt)
+
+
+def _seam_figure(chapter: int) -> Figure:
+    from matplotlib.patches import FancyBboxPatch
+
+    width, height = 8.0, 1.25
+    fig, ax = figure(width, height)
+    fig.set_layout_engine("none")
+    ax.set_position((0, 0, 1, 1))
+    ax.set(xlim=(0, width), ylim=(0, height))
+    ax.axis("off")
+
+    def box(x, y, w, h, **kwargs):
+        ax.add_patch(FancyBboxPatch((x, y), w, h, boxstyle="round,pad=0,rounding_size=0.06", **kwargs))
+
+    box(1.15, 0.34, 5.7, 0.83, fc="#F4F4F4", ec="#888888", lw=1)
+    ax.text(
+        4.0, 0.995, "Decoder: its code stays the same", ha="center", va="center", fontsize=10, color="#444444"
+    )
+    for n, (name, does, *_) in _CHAPTERS.items():
+        own, x = n == chapter, 1.25 + 1.4 * (n - 1)
+        box(x, 0.42, 1.3, 0.4, fc=_OWN if own else "white", ec=_OWN if own else "#888888", lw=2 if own else 1)
+        style = {"color": "white", "weight": "bold"} if own else {"color": "#444444"}
+        ax.text(x + 0.65, 0.62, f"{n}  {name}", ha="center", va="center", fontsize=11.5, **style)
+        if own:
+            left = n <= 2  # the label grows towards the middle from below its box
+            label = f"▲ {does}" if left else f"{does} ▲"
+            ax.text(
+                x + (0.56 if left else 0.74),
+                0.16,
+                label,
+                ha="left" if left else "right",
+                va="center",
+                fontsize=11,
+            )
+    arrow = {"arrowstyle": "-|>", "color": "#444444", "lw": 1.4, "mutation_scale": 14}
+    for text, x, tail, head in (("tokens", 0.42, 0.76, 1.13), ("logits", 7.58, 6.87, 7.24)):
+        ax.text(x, 0.75, text, ha="center", va="center", fontsize=12, color="#222222")
+        ax.annotate("", (head, 0.75), (tail, 0.75), arrowprops=arrow)
+    return fig
+
+
+def formula_box(chapter: int) -> None:
+    """Show the course's formula for the time of one step, this chapter's knob bold, underlined and in colour.
+
+    Raises ValueError for a chapter other than 1 to 4.
+    """
+    _, _, knobs, words = _chapter(chapter)
+    # Bold and underlined where style attributes are stripped; the colour comes on top where they are kept.
+    html = {
+        name: f'<b><u><span style="color:{_OWN}">{sign}</span></u></b>' if name in knobs else sign
+        for name, sign in (
+            ("rows", "rows"),
+            ("b_w", "b<sub>w</sub>"),
+            ("sequences", "sequences"),
+            ("KV", "KV(n)"),
+        )
+    }
+    formula = (
+        f"t(step) &nbsp;≈&nbsp; overhead &nbsp;+&nbsp; max( 2·P·{html['rows']} / F , P·{html['b_w']} / BW )"
+        f" &nbsp;+&nbsp; {html['sequences']} · {html['KV']} / BW"
+    )
+    legend = (
+        "P parameters · F arithmetic per second (FLOP/s) · BW bytes read per second · b<sub>w</sub> bytes per weight"
+        " · KV(n) bytes of keys and values of n tokens"
+    )
+    turn = f"This chapter turns {words}."
+    left = 'align="left" style="text-align:left;padding:.5em .9em"'
+    table = (
+        f'<table style="border:1px solid rgba(128,128,128,.5);border-left:6px solid {_OWN}">'
+        f'<tbody><tr style="background:transparent"><td {left}><span style="font-size:125%">{formula}</span><br>'
+        f"{turn.replace('b_w', 'b<sub>w</sub>')}<br><small>{legend}</small></td></tr></tbody></table>"
+    )
+    plain = {name: f"[{sign}]" if name in knobs else sign for name, sign in _PLAIN.items()}
+    text = (
+        f"t(step) ≈ overhead + max( 2·P·{plain['rows']} / F , P·{plain['b_w']} / BW )"
+        f" + {plain['sequences']} · {plain['KV']} / BW\n{turn}"
+    )
+    emit(table, text)
+
+
+_PLAIN = {"rows": "rows", "b_w": "b_w", "sequences": "sequences", "KV": "KV(n)"}
