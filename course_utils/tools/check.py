@@ -21,6 +21,7 @@ import nbformat
 from course_utils.tools import counts, export, render
 from course_utils.tools.notebooks import (
     FILE_NAME,
+    COURSE_MIME,
     ROOT,
     WIDGET_MIME,
     Chapter,
@@ -44,7 +45,8 @@ KNOWN_TAGS = {"parameters", "export", "exercise", "solution", "bug", "one-pictur
 KINDS = ("main", "deep_dive")
 MAX_FILE, MAX_METADATA = 1_000_000, 100_000  # bytes
 WIDGET_PACKAGES = {"ipympl", "plotly", "anywidget", "bqplot", "ipyvolume", "pythreejs", "ipyleaflet"}
-ASKING = {"input", "raw_input", "getpass", "notebook_login", "interpreter_login", "breakpoint", "set_trace"}
+ASKING = {"input", "breakpoint", "getpass", "notebook_login", "interpreter_login", "set_trace"}
+ASKING_METHODS = ASKING - {"input", "breakpoint"}  # an object of ours may well have a method `input`
 GATED = re.compile(r"meta-llama/|google/gemma", re.I)
 FIRST_TEXT_WITHIN = 5  # code cells
 
@@ -199,13 +201,15 @@ def parameters_rule(nb) -> Iterator[Problem]:
 
 def tags_rule(nb) -> Iterator[Problem]:
     """Only tags that some tool reads: a misspelt one does nothing, silently."""
+    known = ", ".join(sorted(KNOWN_TAGS))
     for index, cell in enumerate(nb.cells):
         for tag in tags(cell):
             if tag not in KNOWN_TAGS and not re.fullmatch(r"export:[a-z_]\w*", tag):
-                known = ", ".join(sorted(KNOWN_TAGS))
                 yield Problem(
                     "tags", where(nb, index), f"unknown tag {tag!r}", f"known: {known}, export:MODULE"
                 )
+            elif not is_code(cell) and tag.partition(":")[0] in ("export", "parameters"):
+                yield Problem("tags", where(nb, index), f"text is tagged {tag!r}", "tag the code cell")
 
 
 def size_rule(nb) -> Iterator[Problem]:
@@ -247,9 +251,12 @@ def _output_problems(output, pictured: bool) -> Iterator[tuple[str, str]]:
         first = output.text.strip().splitlines()[:1]
         yield f"writes to stderr ({' '.join(first)[:60]})", "mend the cause of the warning, then render"
     data = output.get("data", {})
-    if "image/png" in data and not output.metadata.get("image/png", {}).get("alt", "").strip():
-        yield "shows a figure without alt text", "show it with plotting.show(fig, alt=…)"
-    if WIDGET_MIME in data and "image/png" not in data and not pictured:
+    for mime in counts.images(output):
+        if not output.metadata.get(mime, {}).get("alt", "").strip():
+            yield f"shows a figure ({mime}) without alt text", "show it with plotting.show(fig, alt=…)"
+    if data.get(COURSE_MIME, {}).get("quick"):
+        yield "was made in a quick run", "python -m course_utils render, which runs in full"
+    if WIDGET_MIME in data and not pictured:
         yield "shows a widget without a static twin", "show explorer.twin() beside it, then render"
 
 
@@ -267,7 +274,9 @@ def fresh_rule(nb, root: Path) -> Iterator[Problem]:
 def asking_rule(nb) -> Iterator[Problem]:
     """No cell waits for a person: an unattended run has none."""
     for index, cell in _code(nb):
-        names = {counts.called(node) for node in _nodes(cell, ast.Call)} & ASKING
+        functions = [node.func for node in _nodes(cell, ast.Call)]
+        names = {f.id for f in functions if isinstance(f, ast.Name)} & ASKING
+        names |= {f.attr for f in functions if isinstance(f, ast.Attribute)} & ASKING_METHODS
         names |= {name for name in _imports(cell) if name in ASKING}
         names |= set(re.findall(r"^\s*(%debug|%pdb)\b", cell.source, re.M))
         for name in sorted(names):

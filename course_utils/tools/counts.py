@@ -204,7 +204,12 @@ def _summary(details: str) -> str:
 
 def has_picture(cell) -> bool:
     """A figure among the cell's outputs: the static twin of an explorer."""
-    return any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+    return any(images(output) for output in cell.get("outputs", []))
+
+
+def images(output) -> list[str]:
+    """The picture formats of an output: image/png and the like."""
+    return [mime for mime in output.get("data", {}) if mime.startswith("image/")]
 
 
 # --- the table ---------------------------------------------------------------------------------------------------

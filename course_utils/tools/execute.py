@@ -85,7 +85,7 @@ class _Session:
             ) from None
         except DeadKernelError:
             raise self.failure(
-                "the kernel died (killed from outside, often because memory ran out); close other programs or try --quick"
+                "the kernel died, most often because memory ran out; close other programs or try --quick"
             ) from None
         except RuntimeError as error:
             if "Kernel" not in str(error):

@@ -60,9 +60,8 @@ class Module:
 
     def source(self) -> str:
         """The module's text."""
-        return (
-            "\n\n\n".join([self.header(), *(cell.source.strip("\n").rstrip() for cell in self.cells)]) + "\n"
-        )
+        body = "\n\n\n".join(cell.source.strip("\n").rstrip() for cell in self.cells)
+        return f"{self.header()}\n\n{body}\n"
 
     def header(self) -> str:
         files = "\n".join(f"    {path}" for path in self.notebooks)
@@ -272,7 +271,7 @@ def _missing_names(trees, module: Module) -> Iterator[str]:
     defined = {name for _, tree in trees for statement in tree.body for name, _ in _bound(statement)}
     missing = _globals_used(symtable.symtable(source, module.name, "exec")) - defined - MODULE_NAMES
     for name in sorted(missing):
-        place = next(cell.place for cell, tree in trees if _uses(tree, name))
+        place = next((cell.place for cell, tree in trees if _uses(tree, name)), module.name)
         yield f"{place}: `{name}` is used but no export cell defines it; tag the cell that does (or imports it)"
 
 
