@@ -289,6 +289,8 @@ def _draw_marks(ax: Axes, rows: np.ndarray, ms: np.ndarray, marks) -> None:
     """Circled numbers at their points, and what they stand for in the empty corner above the flat part."""
     low, high = ms.min(), ms.max()
     ax.set_ylim(low / 1.9, max(high * 1.3, low * 2 ** (1 + len(marks))))
+    if not marks:
+        return
     moves: dict[str, list[tuple[float, str]]] = {}
     for at, label, symbol in marks:
         moves.setdefault(symbol, []).append((at, label))
