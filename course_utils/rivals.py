@@ -1,0 +1,114 @@
+"""The libraries the course races against, each behind a thin wrapper with a test on the installed version.
+
+They are imported when called, never before: the course runs without them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from course_utils.decoder import Decoder, DecoderConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CACHES = ("no cache", "dynamic", "static")
+
+
+def transformers_model(decoder: Decoder) -> PreTrainedModel:
+    """The decoder's weights in transformers' own model, in eval mode; the tensors are shared, no memory is doubled.
+
+    The fused ``qkv`` and ``gate_up`` matrices are handed over as slices of their rows. Change a weight of one in place
+    and the other changes with it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_transformers_config(decoder.config), dtype=decoder.dtype)
+    model.load_state_dict(_unfused(decoder), strict=False, assign=True)
+    model.tie_weights()
+    # Buffers (rotary frequencies) hold no weights and are computed anew, away from the meta device.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(decoder.device)
+    missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if missing:
+        raise RuntimeError(
+            f"the installed transformers names its weights differently; left empty: {missing[:3]}"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def transformers_generate(
+    model: PreTrainedModel, tokens: list[int], new_tokens: int, cache: str = "dynamic"
+) -> list[int]:
+    """Exactly ``new_tokens`` greedy tokens after ``tokens``, by ``model.generate`` -> the new ones only.
+
+    cache: "no cache" feeds the whole text at every step, "dynamic" grows, "static" is allocated once (on a GPU the
+    library compiles its step then). End-of-sequence tokens do not stop it, so that rivals produce the same number.
+    Raises ValueError for another cache.
+    """
+    if cache not in CACHES:
+        raise ValueError(f"cache={cache!r} is not one of {', '.join(CACHES)}")
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        use_cache=cache != "no cache",
+        cache_implementation="static" if cache == "static" else None,
+        pad_token_id=0,
+        # An id that no model chooses: None would be filled in from the model, and min_new_tokens would change the text.
+        eos_token_id=model.config.vocab_size,
+    )
+    prompt = torch.tensor([tokens], device=model.device)
+    with torch.inference_mode():
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+    return out[0, len(tokens) :].tolist()
+
+
+def _transformers_config(config: DecoderConfig):
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    family = Qwen3Config if config.qk_norm else Qwen2Config if config.qkv_bias else LlamaConfig
+    rope = {"rope_theta": config.rope_theta, "rope_type": "default"} | (config.rope_scaling or {})
+    return family(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=rope,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=config.tie_embeddings,
+    )
+
+
+def _unfused(decoder: Decoder) -> dict[str, torch.Tensor]:
+    """The decoder's tensors under transformers' names; slices share their storage."""
+    config = decoder.config
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    named = {
+        "model.embed_tokens.weight": decoder.embedding.weight,
+        "model.norm.weight": decoder.norm.weight,
+        "lm_head.weight": decoder.lm_head.weight,
+    }
+    for number, block in enumerate(decoder.blocks):
+        at = f"model.layers.{number}."
+        named[at + "input_layernorm.weight"] = block.attention_norm.weight
+        named[at + "post_attention_layernorm.weight"] = block.mlp_norm.weight
+        named[at + "self_attn.o_proj.weight"] = block.attention.out.weight
+        named[at + "mlp.down_proj.weight"] = block.mlp.down.weight
+        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+            parts = getattr(block.attention.qkv, kind).split((heads, kv_heads, kv_heads))
+            for name, part in zip("qkv", parts, strict=True):
+                named[f"{at}self_attn.{name}_proj.{kind}"] = part
+        for name, part in zip(("gate", "up"), block.mlp.gate_up.weight.chunk(2), strict=True):
+            named[f"{at}mlp.{name}_proj.weight"] = part
+        if config.qk_norm:
+            named[at + "self_attn.q_norm.weight"] = block.attention.q_norm.weight
+            named[at + "self_attn.k_norm.weight"] = block.attention.k_norm.weight
+    return {name: tensor.detach() for name, tensor in named.items()}
