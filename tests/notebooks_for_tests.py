@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import base64
+import copy
+import re
 from pathlib import Path
 
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from course_utils.tools.notebooks import COURSE_MIME, KERNELSPEC, write
+from course_utils.tools import counts
+from course_utils.tools.notebooks import COURSE_MIME, KERNELSPEC, parse, write
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
 
@@ -87,3 +91,50 @@ card = dict(
 )
 display({{"text/plain": "card", "{COURSE_MIME}": card}}, raw=True)
 """
+
+DETAILS = "<details>\n<summary>{0}</summary>\n\n{1}\n\n</details>"
+
+
+def good():
+    """A main line in miniature that breaks no rule of the gate; tests break it in one place."""
+    return notebook(
+        text("# A toy\n\n## 2.0 Which machine? (4 min)\n\nA question."),
+        parameters(),
+        code("from course_utils.decoder import Cache", "export"),
+        code('class Toy(Cache):\n    """A toy."""\n\n    rows = 1', "export"),
+        code("print(tokenizer.decode([1, 2]))", outputs=[printed("once upon\n")]),
+        text("## Pause (2 min)"),
+        code('guess("ms", 3)'),
+        code('record("ms", measured=2.0)', outputs=[picture()]),
+        text("Which line is wrong?", "bug"),
+        code("explorer.show()", "explorer", outputs=[picture()]),
+        text("**Exercise 2.1** ● 4 min. You need §2.0. Say one."),
+        code('answer = None\ncheck("2.1", answer)', "exercise"),
+        text(
+            DETAILS.format("Hint", "Count.")
+            + "\n\n"
+            + DETAILS.format("Solution", "```python\nanswer = 1\n```")
+        ),
+        code("1 + 1", "one-picture", outputs=[picture()]),
+    )
+
+
+def with_solutions(nb):
+    """The notebook with every exercise answered by its printed solution and checked strictly: one that is wrong raises.
+
+    The stub's call of ``check`` is kept, made strict; the rest of the stub is replaced by the solution's code.
+    """
+    solved = copy.deepcopy(nb)
+    for exercise in counts.exercises(solved):
+        cell = solved.cells[exercise.index]
+        checks = [s for s in parse(cell.source).body if "check" in {counts.called(c) for c in _calls(s)}]
+        for call in (c for s in checks for c in _calls(s) if counts.called(c) == "check"):
+            call.keywords = [k for k in call.keywords if k.arg != "strict"]
+            call.keywords.append(ast.keyword("strict", ast.Constant(True)))
+        answers = re.findall(r"```python\n(.*?)```", exercise.solution, re.S)
+        cell.source = "\n".join([*answers, *map(ast.unparse, checks)])
+    return solved
+
+
+def _calls(statement):
+    return [node for node in ast.walk(statement) if isinstance(node, ast.Call)]

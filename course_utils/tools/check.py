@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import json
 import re
 import warnings
@@ -20,8 +21,8 @@ import nbformat
 
 from course_utils.tools import counts, export, render
 from course_utils.tools.notebooks import (
-    FILE_NAME,
     COURSE_MIME,
+    FILE_NAME,
     ROOT,
     WIDGET_MIME,
     Chapter,
@@ -135,7 +136,7 @@ def format_rule(nb) -> Iterator[Problem]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            nbformat.validate(nb)
+            nbformat.validate(copy.deepcopy(nb))  # validation mends ids in place
     except (nbformat.ValidationError, Warning) as error:
         if all(ids) and max(ids.values(), default=1) == 1:
             reason = str(error).splitlines()[0]

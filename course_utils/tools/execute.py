@@ -177,7 +177,9 @@ def _engine():
                 on_cell_start=on_cell_start,
                 log=_quiet_log(),
             )
-            client.execute(cleanup_kc=True, cwd=folder, env=kernel_environment(folder))
+            work = Path(folder) / "work"
+            work.mkdir()
+            client.execute(cleanup_kc=True, cwd=str(work), env=kernel_environment(folder))
 
     return CourseEngine
 
