@@ -1,0 +1,143 @@
+"""How exercises are judged: never raising, "not answered yet", words beside symbols, strict, the summary."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from course_utils import exercises
+from course_utils.exercises import PASSED, UNANSWERED, WRONG, Unanswered, Wrong, check, exercise, judge
+
+
+@pytest.fixture(autouse=True)
+def _two_exercises(monkeypatch):
+    monkeypatch.setattr(exercises, "EXERCISES", {})
+    exercises.reset()
+
+    @exercise("7.2", "Double it")
+    def _double(answer, factor=2):
+        (double,) = exercises.functions(answer, "double")
+        got = exercises.whole(exercises.call(double, 4), "double(4)")
+        if got == 6:
+            raise Wrong("6 is 4 + 2: doubling multiplies.")
+        if got != 4 * factor:
+            raise Wrong(f"double(4) gave {got}; wanted {4 * factor}.")
+        return "Twice as much."
+
+    @exercise("7.10", "Break it")
+    def _break(answer):
+        raise ZeroDivisionError("a fault\nof the check")
+
+    yield
+    exercises.reset()
+
+
+def right(n):
+    return 2 * n
+
+
+def stub(n):
+    """Returns twice n."""
+
+
+def raising_stub(n):
+    raise NotImplementedError
+
+
+def returns_nothing(n):
+    n = 2 * n  # noqa: F841
+
+
+def ellipsis_stub(n): ...
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, ..., stub, ellipsis_stub, lambda n: None, raising_stub, returns_nothing, (None,), {"a": None}],
+)
+def test_stub_is_not_answered_yet(answer):
+    result = judge("7.2", answer)
+    assert result.state == UNANSWERED and str(result).startswith("○ Exercise 7.2: not answered yet.")
+
+
+def test_passed_says_symbol_word_and_meaning(capsys):
+    check("7.2", right)
+    assert capsys.readouterr().out.strip() == "✓ Exercise 7.2: passed. Twice as much."
+
+
+def test_wrong_says_its_own_sentence(capsys):
+    check("7.2", lambda n: n + 2)
+    assert (
+        capsys.readouterr().out.strip() == "✗ Exercise 7.2: not right yet. 6 is 4 + 2: doubling multiplies."
+    )
+
+
+def test_given_reaches_the_check():
+    assert judge("7.2", lambda n: 3 * n, factor=3).state == PASSED
+
+
+@pytest.mark.parametrize(
+    ("id", "answer", "part"),
+    [
+        ("7.2", lambda n: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        ("7.2", 8, "double should be a function; it is 8."),
+        ("7.2", (right, right), "should be double; 2 thing(s) came"),
+        ("7.2", lambda n: "8", "should be a whole number; it is '8'"),
+        ("7.2", lambda n: 8.5, "gave 8.50; a whole number is wanted"),
+        ("7.10", 1, "The check stopped with ZeroDivisionError: a fault."),
+        ("9.9", 1, "There is no exercise '9.9'; the course has 7.2, 7.10."),
+    ],
+)
+def test_nothing_an_answer_does_raises_in_a_notebook(capsys, id, answer, part):
+    check(id, answer)
+    out = capsys.readouterr().out
+    assert part in out and out.startswith(f"✗ Exercise {id}: {WRONG}")
+
+
+@pytest.mark.parametrize("answer", [None, lambda n: n + 2])
+def test_strict_raises_unless_passed(answer, capsys):
+    with pytest.raises(AssertionError, match="Exercise 7.2"):
+        check("7.2", answer, strict=True)
+    check("7.2", right, strict=True)
+
+
+def test_unanswered_may_say_what_is_missing():
+    @exercise("7.3", "Half")
+    def _half(answer):
+        raise Unanswered("The second half is missing.")
+
+    assert str(judge("7.3", 1)).endswith("not answered yet. The second half is missing.")
+
+
+def test_summary_counts_in_order_with_words(capsys):
+    check("7.10", 1)
+    check("7.2", right)
+    capsys.readouterr()
+    exercises.summary()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "1 of 2 solved"
+    assert lines[2].split() == ["7.2", "Double", "it", "✓", "passed"]
+    assert lines[3].startswith("7.10") and "✗ not right yet" in lines[3]
+
+
+def test_summary_of_a_chapter_not_begun(capsys):
+    exercises.summary(7)
+    out = capsys.readouterr().out
+    assert out.count("○ not answered yet") == 2 and "0 of 2 solved" in out
+
+
+def test_call_is_said_as_one_would_write_it():
+    assert exercises.said(right, 1000, sequences=2) == "right(1_000, sequences=2)"
+
+
+def test_no_input_is_asked_for():
+    """HAZARDS 96: an unattended run has nobody who could type."""
+    tree = ast.parse(Path(exercises.__file__).read_text())
+    called = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not called & {"input", "getpass", "breakpoint"}
