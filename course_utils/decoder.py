@@ -198,6 +198,12 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embedding.weight
         self.register_buffer("frequencies", rotary_frequencies(config), persistent=False)
 
+    def _apply(self, fn, recurse: bool = True) -> Decoder:
+        super()._apply(fn, recurse)
+        # .to(bfloat16) has rounded the frequencies too, by up to 20° after 800 tokens; they stay exact.
+        self.frequencies = rotary_frequencies(self.config).to(self.frequencies.device)
+        return self
+
     @property
     def device(self) -> torch.device:
         return self.embedding.weight.device
