@@ -264,6 +264,9 @@ def test_headings_minutes_and_the_pause():
     assert counts.minutes(found) == 50
     assert counts.pause_share(found) == pytest.approx(0.6)
     assert sum(h.minutes is None for h in found if h.level == 2) == 1
+    rows = {aim.what: aim for aim in counts.sitting(nb, "main")}
+    assert rows["## headings without (N min)"].note == "2.2 How?"
+    assert (rows["minutes before the pause"].here, rows["minutes before the pause"].met) == ("60 %", True)
     twice = counts.headings(notebook(text("## Pause (1 min)\n## No pause (1 min)")))
     assert counts.pause_share(twice) is None
 
@@ -277,13 +280,22 @@ def test_cells_and_lines():
         code(""),
     )
     assert counts.line_counts(nb) == [(26, 25), (40, 40)]
-    assert counts.longest_line(nb) == 26
+    assert max(map(counts.columns, nb.cells)) == 26
     rows = {aim.what: aim for aim in counts.sitting(nb, "main")}
     assert rows["code cells"].here == "2"
     assert rows["lines a cell, median"].here == "33"
     assert rows["cells of at most 18 lines"].here == "0 %"
     assert rows["cells over 25 lines (export: 40)"].here == "1"
     assert not rows["cells over 25 lines (export: 40)"].met
+    assert rows["cells over 25 lines (export: 40)"].note == "code cell 1 `x`"
+    assert rows["columns of the longest line"].met
+    nb.cells[2].source = "z" * 81  # exercises are projected too
+    rows = {aim.what: aim for aim in counts.sitting(nb, "main")}
+    assert (
+        rows["columns of the longest line"].here == "81"
+        and "code cell 3" in rows["columns of the longest line"].note
+    )
+    assert "! columns of the longest line: code cell 3" in check.aims_table(nb)
 
 
 def test_guesses_come_before_their_records():

@@ -104,9 +104,14 @@ def notebook_problems(nb, path: Path, root: Path = ROOT) -> list[Problem]:
 
 
 def aims_table(nb) -> str:
-    """COURSE's aims for one sitting beside what is here; ``!`` marks what is off, which fails only where said above."""
-    rows = [[aim.what, aim.aim, aim.here, "" if aim.met else "!"] for aim in counts.sitting(nb, _kind(nb))]
-    return table(["one sitting", "aim", "here", ""], rows, [50, 10, 10, 1])
+    """The aims for one sitting beside what is here; ``!`` marks what is off, and below the table stands where.
+
+    What is off fails only where a problem above says so.
+    """
+    aims = counts.sitting(nb, _kind(nb))
+    rows = [[aim.what, aim.aim, aim.here, "" if aim.met else "!"] for aim in aims]
+    notes = [f"! {aim.what}: {aim.note}" for aim in aims if aim.note]
+    return "\n".join([table(["one sitting", "aim", "here", ""], rows, [50, 10, 10, 1]), *notes])
 
 
 def _kind(nb) -> str:
