@@ -6,6 +6,7 @@ pyplot, so no window or backend is asked for and no figure stays open. Matplotli
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import sys
@@ -123,11 +124,18 @@ def provenance(*, model: str, dtype, repeats: int, device=None, when: str | date
     )
 
 
+@functools.cache
+def _settings() -> dict:
+    """The style file's settings, read once."""
+    import matplotlib
+
+    return dict(matplotlib.rc_params_from_file(STYLE, use_default_template=False))
+
+
 def _apply_style() -> None:
     import matplotlib
-    import matplotlib.style
 
-    matplotlib.style.use(STYLE)
+    matplotlib.rcParams.update(_settings())
     if _scale == 1.0:
         return
     sizes = (
@@ -468,3 +476,27 @@ def formula_box(chapter: int) -> None:
 
 
 _PLAIN = {"rows": "rows", "b_w": "b_w", "sequences": "sequences", "KV": "KV(n)"}
+
+
+# --- attention ---------------------------------------------------------------------------------------------------------
+
+
+def attention_map(ax: Axes, weights, words: Sequence[str], new: int = 1) -> None:
+    """Attention weights (n, n) of one head as shades with numbers; the last ``new`` rows, computed now, are outlined.
+
+    words: the n tokens as text. A row is a query, a column the key it looks at; what the causal mask hides stays white.
+    """
+    from matplotlib.patches import Rectangle
+
+    weights = np.asarray(weights, dtype=float)
+    n = len(words)
+    hidden = np.triu(np.ones((n, n), dtype=bool), 1)
+    ax.imshow(np.ma.masked_array(weights, hidden), cmap="Blues", vmin=0, vmax=1.2)
+    for row, column in zip(*np.nonzero(~hidden), strict=True):
+        ax.text(column, row, f"{weights[row, column]:.2f}", ha="center", va="center", fontsize="small")
+    outline = {"fill": False, "ec": _OWN, "lw": 3, "clip_on": False}
+    ax.add_patch(Rectangle((-0.5, n - new - 0.5), n, new, **outline))
+    ax.set_xticks(range(n), words)
+    ax.set_yticks(range(n), words)
+    ax.set(xlabel="key: looked at", ylabel="query: looks")
+    ax.grid(False)

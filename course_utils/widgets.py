@@ -1,0 +1,477 @@
+"""Explorers (COURSE 7.2): pictures with a few controls, and the same pictures side by side where nobody can turn them.
+
+An :class:`Explorer` has three layers: ``figure(**settings)`` draws one state and knows nothing of widgets, ``twin()``
+draws chosen states side by side with the same function, ``show()`` puts controls above the twin where a front end is
+there to turn them. Nothing here calls a model; ipywidgets is imported in ``show()`` only.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from course_utils import plotting
+from course_utils.claims import _shell, number
+from course_utils.decoder import DecoderConfig
+from course_utils.plotting import COLORS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+
+@dataclass(frozen=True)
+class Control:
+    """One control. kind: "choice" (buttons), "menu", "steps" (slider over options), "int" (slider with play button).
+
+    options: (text, value) pairs for the first three kinds; low and high for "int".
+    """
+
+    name: str
+    label: str
+    kind: str
+    options: Sequence[tuple[str, object]] = ()
+    low: int = 0
+    high: int = 0
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One state worth showing: its button, its settings, and a caption that is true on any machine (the alt text)."""
+
+    name: str
+    settings: dict
+    caption: str
+
+
+class Explorer:
+    """A picture with controls.
+
+    Args:
+        title: the question it answers.
+        draw: draw(fig, compact=False, **settings) draws one state into an empty figure or part of one.
+        readout: readout(**settings) -> one line with at most three numbers.
+        presets: the demo, in the order of the story; the first is where a Reset leads.
+        controls: one for each setting.
+        panels, columns: what the twin shows where that is not the presets side by side.
+        size: width and height of one state in inches. panel_size: of one panel of the twin.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        *,
+        draw: Callable,
+        readout: Callable[..., str],
+        presets: Sequence[Preset],
+        controls: Sequence[Control],
+        panels: Sequence[Preset] | None = None,
+        columns: int | None = None,
+        size: tuple[float, float] = (8.0, 3.6),
+        panel_size: tuple[float, float] = (3.2, 2.9),
+    ) -> None:
+        self.title, self.draw, self.readout = title, draw, readout
+        self.presets, self.controls = tuple(presets), tuple(controls)
+        self.panels = tuple(panels or presets)
+        self.columns = columns or len(self.panels)
+        self.size, self.panel_size = size, panel_size
+
+    def settings(self, **changes) -> dict:
+        """All settings: the first preset's, with changes. ValueError for a name that is none of them."""
+        start = self.presets[0].settings
+        unknown = set(changes) - set(start)
+        if unknown:
+            raise ValueError(f"unknown setting {sorted(unknown)[0]!r}; known: {', '.join(start)}")
+        return start | changes
+
+    def figure(self, **settings) -> Figure:
+        """One state as a figure; what is left out is as in the first preset. Pure: no widget, nothing displayed."""
+        fig = _empty(*self.size)
+        self.draw(fig, **self.settings(**settings))
+        return fig
+
+    def twin(self) -> Figure:
+        """The panels side by side, drawn by the function that draws ``figure``."""
+        rows = -(-len(self.panels) // self.columns)
+        fig = _empty(self.panel_size[0] * self.columns, self.panel_size[1] * rows)
+        grid = fig.subfigures(rows, self.columns, squeeze=False).flat
+        for part, panel in zip(grid, self.panels, strict=False):
+            self.draw(part, compact=True, **self.settings(**panel.settings))
+        return fig
+
+    def alt(self) -> str:
+        """What the twin shows, in words."""
+        return " ".join([f"{self.title}:", *(panel.caption for panel in self.panels)])
+
+    def show(self, interactive: bool | str = "auto") -> None:
+        """Show the controls where a front end is attached, and below them always the twin.
+
+        interactive: "auto", True (controls in any notebook kernel) or False (never). Raises ValueError for another value.
+        """
+        if interactive not in (True, False, "auto"):
+            raise ValueError(f'interactive={interactive!r} is not one of "auto", True, False')
+        if _has_kernel() and (_front_end() if interactive == "auto" else interactive):
+            from IPython.display import display
+
+            display(self.controls_box())
+        plotting.show(self.twin(), self.alt())
+
+    def controls_box(self):
+        """The controls with their picture and its readout, as one ipywidgets box."""
+        return _Panel(self).box
+
+
+def _empty(width: float, height: float) -> Figure:
+    """A figure without axes or layout engine: its drawing function places everything, which is quick."""
+    from matplotlib.figure import Figure
+
+    plotting._apply_style()
+    return Figure(figsize=(width, height), layout="none")
+
+
+def _png(fig: Figure) -> bytes:
+    """PNG as fast as it can be had; ``plotting.png`` takes twice the time for half the size."""
+    written = io.BytesIO()
+    fig.savefig(written, format="png")
+    return written.getvalue()
+
+
+# --- controls --------------------------------------------------------------------------------------------------------
+
+
+def _has_kernel() -> bool:
+    return hasattr(_shell(), "kernel")
+
+
+def _front_end() -> bool:
+    """Whether somebody can turn a control: Jupyter, Colab or VS Code. A run without people has none of their marks.
+
+    The environment variable COURSE_INTERACTIVE (0 or 1) decides where it is set.
+    """
+    decided = os.environ.get("COURSE_INTERACTIVE")
+    if decided:
+        return decided != "0"
+    marks = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "VSCODE_PID")
+    return any(mark in os.environ for mark in marks) or "__vsc_ipynb_file__" in getattr(
+        _shell(), "user_ns", {}
+    )
+
+
+class _Panel:
+    """Controls, picture and readout of one explorer, tied together. Pictures are PNG bytes set as ``Image.value``."""
+
+    def __init__(self, explorer: Explorer) -> None:
+        import ipywidgets
+
+        self.explorer, self.ipywidgets = explorer, ipywidgets
+        self.image = ipywidgets.Image(format="png", layout={"max_width": "100%"})
+        self.readout, self.caption = ipywidgets.HTML(), ipywidgets.HTML()
+        self.buttons = ipywidgets.ToggleButtons(
+            options=[(preset.name, n) for n, preset in enumerate(explorer.presets)],
+            style={"button_width": "auto"},
+            tooltips=[preset.caption for preset in explorer.presets],
+        )
+        self.inputs, shown = {}, []
+        for control in explorer.controls:
+            self.inputs[control.name], view = self._make(control)
+            shown.append(view)
+        self._quiet = False
+        self._take(explorer.presets[0])
+        self.buttons.observe(self._pressed, "value")
+        for widget in self.inputs.values():
+            widget.observe(self._turned, "value")
+        row = ipywidgets.HBox(shown, layout={"flex_flow": "row wrap"})
+        self.box = ipywidgets.VBox([self.buttons, row, self.image, self.readout, self.caption])
+
+    def _make(self, control: Control):
+        """(the widget that holds the value, what is shown for it)."""
+        kit, common = (
+            self.ipywidgets,
+            {"description": control.label, "style": {"description_width": "initial"}},
+        )
+        if control.kind == "int":
+            slider = kit.IntSlider(min=control.low, max=control.high, continuous_update=False, **common)
+            play = kit.Play(min=control.low, max=control.high, interval=700)
+            kit.link((play, "value"), (slider, "value"))
+            return slider, kit.HBox([play, slider])
+        if control.kind == "steps":
+            widget = kit.SelectionSlider(options=list(control.options), continuous_update=False, **common)
+        elif control.kind == "menu":
+            widget = kit.Dropdown(options=list(control.options), **common)
+        else:
+            buttons = common | {"style": {"description_width": "initial", "button_width": "auto"}}
+            widget = kit.ToggleButtons(options=list(control.options), **buttons)
+        return widget, widget
+
+    def _pressed(self, change) -> None:
+        if change["new"] is not None and not self._quiet:
+            self._take(self.explorer.presets[change["new"]])
+
+    def _turned(self, _) -> None:
+        if self._quiet:
+            return
+        self._quiet = True
+        self.buttons.value = None  # no preset any more; pressing one again leads back to it
+        self._quiet = False
+        self._redraw("")
+
+    def _take(self, preset: Preset) -> None:
+        self._quiet = True  # one picture for all controls, not one each
+        for name, value in self.explorer.settings(**preset.settings).items():
+            self.inputs[name].value = value
+        self._quiet = False
+        self._redraw(preset.caption)
+
+    def _redraw(self, caption: str) -> None:
+        settings = {name: widget.value for name, widget in self.inputs.items()}
+        self.image.value = _png(self.explorer.figure(**settings))
+        said = self.explorer.readout(**settings)
+        self.readout.value = f'<div style="font-size:18px;line-height:1.5">{said}</div>'
+        self.caption.value = f"<div>{caption}</div>"
+
+
+# --- chapter 2: one more token ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one decoding step does: rows fed, multiply-adds (a multiplication and an addition: 2 FLOP), bytes held after it."""
+
+    rows: int
+    multiply_adds: int
+    bytes_held: int
+
+
+def step_cost(config: DecoderConfig, token: int, cache: bool, bytes_per_value: int = 2) -> StepCost:
+    """The exact count for the step that feeds token number ``token`` (from 1) and returns one row of logits.
+
+    Multiply-adds: (weights of all layers' matrices) · rows + (weights of the head) for the one row that is kept
+    + attention, 2 · layers · heads · head_dim for each pair of a query and a key it may look at: token · (token + 1) / 2
+    pairs without a cache, token pairs with one. Norms, rotations and softmax are not counted.
+    Bytes: 2 · layers · kv_heads · head_dim · bytes_per_value · token with a cache, else 0.
+    """
+    rows = 1 if cache else token
+    pairs = token if cache else token * (token + 1) // 2
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # q, k and v
+    per_layer = config.hidden_size * (
+        width + config.num_heads * config.head_dim + 3 * config.intermediate_size
+    )
+    linear = config.num_layers * per_layer * rows + config.vocab_size * config.hidden_size
+    attention = 2 * config.num_layers * config.num_heads * config.head_dim * pairs
+    held = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_value * token
+    return StepCost(rows, linear + attention, held if cache else 0)
+
+
+# What a square of the triangle may be: (fill, words, hatched)
+_NOW = (COLORS["orange"], "computed now", False)
+_READ = (COLORS["blue"], "read from the cache", False)
+_AGAIN = ("#F6D9C8", "computed again", True)
+_BEFORE = ("#C4C4C4", "done before", False)
+_LATER = ("#EEEEEE", "not yet", False)
+
+
+def attention_triangle(ax: Axes, token: int, cache: bool, size: int = 32, legend_size: float = 9.5) -> None:
+    """Draw which rows of the causal triangle a step computes, and below it where its keys and values come from.
+
+    Args:
+        token: the one fed now, from 1. cache: whether there is one. size: tokens in the whole triangle.
+        legend_size: in points; 0 draws no legend.
+    """
+    rows, columns = np.tril_indices(size)
+    earlier = _BEFORE if cache else _AGAIN
+    _squares(ax, columns, rows, _fills(rows, token, earlier))
+    below = size + 1.2  # the strip of keys and values
+    places = np.arange(size)
+    _squares(ax, places, np.full(size, below), _fills(places, token, _READ if cache else _AGAIN))
+    if not cache and token > 1:
+        _hatch(ax, token - 1, below)
+    ax.text(0, below + 1.4, "keys and values", va="top", fontsize=legend_size or 9.5, color="#444444")
+    ax.set(xlim=(-0.2, size + 0.2), ylim=(below + 4.2, -0.2), aspect="equal", anchor="NW")
+    ax.axis("off")
+    if legend_size:
+        kinds = (_NOW, _READ, _BEFORE, _LATER) if cache else (_NOW, _AGAIN, _LATER)
+        _triangle_legend(ax, kinds, legend_size)
+
+
+def _fills(places: np.ndarray, token: int, earlier: tuple) -> np.ndarray:
+    """Fill of each place, RGBA (places, 4): now, earlier or later than ``token``."""
+    from matplotlib.colors import to_rgba_array
+
+    kinds = to_rgba_array([earlier[0], _NOW[0], _LATER[0]])
+    return kinds[np.sign(places - (token - 1)) + 1]
+
+
+def _squares(ax: Axes, columns: np.ndarray, rows: np.ndarray, fills: np.ndarray) -> None:
+    from matplotlib.collections import PolyCollection
+
+    corners = np.array([(0.06, 0.06), (0.94, 0.06), (0.94, 0.94), (0.06, 0.94)])
+    places = np.stack((columns, rows), axis=1)[:, None] + corners
+    ax.add_collection(PolyCollection(places, facecolors=fills, edgecolors="none"), autolim=False)
+
+
+def _hatch(ax: Axes, earlier: int, below: float) -> None:
+    """Hatch the triangle of the earlier rows and their keys and values."""
+    steps = [(0, 0)]
+    for row in range(earlier):
+        steps += [(row + 1, row), (row + 1, row + 1)]
+    steps.append((0, earlier))
+    style = {"fc": "none", "ec": COLORS["vermillion"], "hatch": "////", "lw": 0.8}
+    ax.fill(*zip(*steps, strict=True), **style)
+    ax.fill([0, earlier, earlier, 0], [below, below, below + 1, below + 1], **style)
+
+
+def _triangle_legend(ax: Axes, kinds: Sequence[tuple], size: float) -> None:
+    from matplotlib.patches import Patch
+
+    hatched = {"ec": COLORS["vermillion"], "hatch": "////", "lw": 0.8}
+    patches = [Patch(fc=fill, label=words, **(hatched if lines else {})) for fill, words, lines in kinds]
+    place = {"loc": "upper left", "bbox_to_anchor": (0.42, 1.0), "borderaxespad": 0}
+    ax.legend(handles=patches, fontsize=size, handlelength=1.2, handletextpad=0.5, labelspacing=0.35, **place)
+
+
+class _OneMoreToken:
+    """The drawing of chapter 2's explorer: triangle on the left, work so far and bytes held on the right."""
+
+    last = 32  # tokens
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.config = config
+        self.tokens = np.arange(1, self.last + 1)
+        everything = self.held(1, 4)[-1]
+        self.most_bytes = everything / 1e6
+        self.most_work = self.work(False, 1)[-1] / 1e9
+
+    def variant(self, group: int) -> DecoderConfig:
+        """The model with ``group`` query heads to each KV head."""
+        return replace(self.config, num_kv_heads=self.config.num_heads // group)
+
+    def work(self, cache: bool, group: int) -> np.ndarray:
+        """Multiply-adds of all steps up to each token, int64 (tokens,)."""
+        variant = self.variant(group)
+        return np.cumsum([step_cost(variant, int(token), cache).multiply_adds for token in self.tokens])
+
+    def held(self, group: int, bytes_per_value: int) -> np.ndarray:
+        """Bytes a cache holds after each token, int64 (tokens,)."""
+        variant = self.variant(group)
+        return np.array([step_cost(variant, int(t), True, bytes_per_value).bytes_held for t in self.tokens])
+
+    def cost(self, token: int, cache: bool, group: int, bytes_per_value: int) -> StepCost:
+        return step_cost(self.variant(group), token, cache, bytes_per_value)
+
+    def readout(self, token: int, cache: bool, group: int, bytes_per_value: int) -> str:
+        cost = self.cost(token, cache, group, bytes_per_value)
+        work, held = cost.multiply_adds, cost.bytes_held
+        rows = f"{cost.rows} row{'s' if cost.rows > 1 else ''} fed"
+        return f"{rows} · {_large(work)} multiply-adds this step · {_memory(held)} held"
+
+    def draw(
+        self, fig: Figure | SubFigure, token, cache, group, bytes_per_value, compact: bool = False
+    ) -> None:
+        letters = 7.5 if compact else 10.5
+        mode = "with the cache" if cache else "without a cache"
+        fed = "1 row is fed" if cache or token == 1 else f"{token} rows are fed"
+        title = f"Token {token}, {mode}:{chr(10) if compact else ' '}{fed}"
+        fig.text(0.02, 0.97, title, va="top", weight="bold", size=9.5 if compact else 13)
+        head = 0.8 if compact else 0.86
+        triangle = fig.add_axes((0.02, 0.02, 0.52, head - 0.02))
+        attention_triangle(triangle, token, cache, self.last, legend_size=6.5 if compact else 9.5)
+        grid = fig.add_gridspec(
+            2, 1, left=0.66 if compact else 0.52, right=0.97, top=head - 0.07, bottom=0.16, hspace=0.75
+        )
+        top, bottom = fig.add_subplot(grid[0]), fig.add_subplot(grid[1])
+        self._draw_work(top, token, cache, group, letters)
+        self._draw_bytes(bottom, token, cache, group, bytes_per_value)
+        top.set_title("work so far, 10⁹" if compact else "work so far, 10⁹ multiply-adds")
+        heads = self.config.num_heads // group
+        bottom.set_title(
+            "held, MB" if compact else f"bytes held, MB ({heads} KV heads × {bytes_per_value} bytes)"
+        )
+        bottom.set_xlabel("token", size=letters, labelpad=1)
+        for ax in (top, bottom):
+            ax.set(xlim=(0, self.last + 1), xticks=(1, 8, 16, 24, 32))
+            ax.set_title(ax.get_title(loc="left"), size=letters, weight="normal", pad=4)
+            ax.tick_params(labelsize=letters - 1, pad=2)
+
+    def _draw_work(self, ax: Axes, token: int, cache: bool, group: int, letters: float) -> None:
+        for mode, color in ((False, "vermillion"), (True, "blue")):
+            self._draw_growth(ax, self.work(mode, group) / 1e9, token, color, active=mode == cache)
+        ax.set(ylim=(-0.04 * self.most_work, 1.05 * self.most_work))
+        said = {"size": letters - 0.5, "transform": ax.transAxes, "ha": "right", "va": "bottom"}
+        ax.text(0.55, 0.5, "no cache", color=COLORS["vermillion"], **said)
+        ax.text(0.99, 0.13, "cache", color=COLORS["blue"], **said)
+
+    def _draw_bytes(self, ax: Axes, token: int, cache: bool, group: int, bytes_per_value: int) -> None:
+        held = self.held(group, bytes_per_value) / 1e6
+        self._draw_growth(
+            ax, held if cache else 0 * held, token, "blue" if cache else "vermillion", active=True
+        )
+        ax.set(ylim=(-0.04 * self.most_bytes, 1.05 * self.most_bytes))
+
+    def _draw_growth(self, ax: Axes, values: np.ndarray, token: int, color: str, active: bool) -> None:
+        """One line up to ``token`` and its mark there; what is still to come is dotted. The mode not chosen is thin."""
+        shade, strength = COLORS[color], 1.0 if active else 0.55
+        line = {"color": shade, "alpha": strength, "marker": ""}
+        ax.plot(self.tokens[:token], values[:token], "-", lw=2.2 if active else 1.1, **line)
+        ax.plot(self.tokens[token - 1 :], values[token - 1 :], ":", lw=1.2, **line)
+        marker = plotting.MARKERS[color]
+        ax.plot(token, values[token - 1], marker, color=shade, ms=7 if active else 4, alpha=strength)
+
+
+def _large(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{number(count / 1e6)} million"
+
+
+def _memory(count: int) -> str:
+    """Bytes as MB = 10⁶ or kB = 10³."""
+    if count >= 1e6:
+        return f"{count / 1e6:.2f} MB"
+    return f"{number(count / 1e3)} kB" if count else "0 bytes"
+
+
+def kv_cache_explorer(config: DecoderConfig) -> Explorer:
+    """Chapter 2's explorer "One more token" for a model of this configuration (COURSE 4.6); counts only, no model.
+
+    Settings: token (1 to 32), cache (bool), group (query heads per KV head), bytes_per_value (4, 2, 1). With another
+    group the whole count is of a model built that way: its k and v projections shrink and grow too.
+    """
+    token = _OneMoreToken(config)
+    own = config.num_heads // config.num_kv_heads
+    base = {"token": 4, "cache": False, "group": own, "bytes_per_value": 2}
+
+    def preset(name: str, **changes) -> Preset:
+        settings = base | changes
+        mode = "with the cache" if settings["cache"] else "without a cache"
+        heads = "" if settings["group"] == own else f", {config.num_heads // settings['group']} KV heads"
+        return Preset(
+            name, settings, f"Token {settings['token']} {mode}{heads}: {token.readout(**settings)}."
+        )
+
+    presets = (
+        preset("A token 4"),
+        preset("B token 24, no cache", token=24),
+        preset("C token 24, cache", token=24, cache=True),
+        preset("D one KV head per query head", token=24, cache=True, group=1),
+    )
+    divisors = [g for g in range(1, config.num_heads + 1) if config.num_heads % g == 0]
+    groups = divisors if len(divisors) <= 5 else sorted({1, own, config.num_heads})
+    controls = (
+        Control("token", "token", "int", low=1, high=token.last),
+        Control("cache", "cache", "choice", (("off", False), ("on", True))),
+        Control("group", "query heads per KV head", "choice", [(str(g), g) for g in groups]),
+        Control("bytes_per_value", "bytes per value", "choice", (("4", 4), ("2", 2), ("1", 1))),
+    )
+    panels = [preset("", token=t, cache=cache) for cache in (False, True) for t in (4, 12, 24)]
+    return Explorer(
+        "One more token",
+        draw=token.draw,
+        readout=token.readout,
+        presets=presets,
+        controls=controls,
+        panels=panels,
+        columns=3,
+    )
