@@ -295,7 +295,7 @@ def test_cells_and_lines():
         rows["columns of the longest line"].here == "81"
         and "code cell 3" in rows["columns of the longest line"].note
     )
-    assert "! columns of the longest line: code cell 3" in check.aims_table(nb)
+    assert "! columns of the longest line:\n    code cell 3" in check.aims_table(nb)
 
 
 def test_guesses_come_before_their_records():

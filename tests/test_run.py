@@ -152,7 +152,7 @@ def test_a_quick_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(tmp_path)
     nb = notebook(
-        text("# Toy"),
+        text("# Toy\n\n<details><summary>Aside</summary>\n\nIt is **folded**.\n\n</details>"),
         parameters("quick = False\nseed = 0\nsizes = (1,)"),
         code(LOOK_AROUND),
         code(FIGURE),
@@ -178,7 +178,10 @@ def test_a_quick_run(tmp_path, monkeypatch, capsys):
     }
     assert "image/png" in executed.cells[4].outputs[0].data
     assert "papermill" not in executed.metadata and "widgets" not in executed.metadata
-    assert "<html" in (tmp_path / "out" / "02_toy.html").read_text()
+    page = (tmp_path / "out" / "02_toy.html").read_text()
+    assert (
+        "<details>" in page and "<strong>folded</strong>" in page
+    )  # Markdown inside folded text is still Markdown
     assert path.read_bytes() == before  # run never touches the committed notebook
     said = capsys.readouterr().out
     assert "02_toy  cell 1 of 5  0:0" in said and "02_toy  cell 5 of 5  0:" in said
@@ -203,7 +206,10 @@ def failing_run(root, source, *argv, capsys=None) -> tuple[str, float]:
 
 FAILURES = {
     "error": ("x = 1\nraise ValueError('boom')", "code cell 3 `x = 1`: ValueError: boom"),
-    "killed": ("import os\nos.kill(os.getpid(), 9)", "code cell 3 `import os`: the kernel died"),
+    "killed": (
+        "import os, subprocess\nsubprocess.Popen(['sleep', '77'])\nos.kill(os.getpid(), 9)",
+        "code cell 3 `import os, subprocess`: the kernel died",
+    ),
     "too long": (
         "import subprocess, time\nsubprocess.Popen(['sleep', '77'])\nwhile True:\n"
         "    try:\n        time.sleep(60)\n    except KeyboardInterrupt:\n        pass",
@@ -217,7 +223,9 @@ def test_a_failing_run(tmp_path, source, says, capsys):
     """Ends soon and plainly, with no kernel nor what it started left, the partial notebook kept and marked as failed."""
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "02_toy.html").write_text("of an earlier run")
-    message, seconds = failing_run(tmp_path, source, "--cell-timeout", "2" if "sleep" in source else "30")
+    message, seconds = failing_run(
+        tmp_path, source, "--cell-timeout", "2" if "while True" in source else "30"
+    )
     assert message.startswith("02_toy, ") and says in message
     assert "build/02_toy.failed.ipynb" in message
     assert seconds < 60

@@ -110,7 +110,7 @@ def aims_table(nb) -> str:
     """
     aims = counts.sitting(nb, _kind(nb))
     rows = [[aim.what, aim.aim, aim.here, "" if aim.met else "!"] for aim in aims]
-    notes = [f"! {aim.what}: {aim.note}" for aim in aims if aim.note]
+    notes = ["\n    ".join([f"! {aim.what}:", *aim.note.splitlines()]) for aim in aims if aim.note]
     return "\n".join([table(["one sitting", "aim", "here", ""], rows, [50, 10, 10, 1]), *notes])
 
 

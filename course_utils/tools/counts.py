@@ -269,7 +269,7 @@ def _lines(nb) -> list[Aim]:
 
 
 def _places(nb, cells: list) -> str:
-    return "; ".join(
+    return "\n".join(
         where(nb, index) for index, cell in enumerate(nb.cells) if any(cell is other for other in cells)
     )
 
@@ -280,7 +280,7 @@ def _minutes(nb) -> list[Aim]:
     pauses = sum(heading.is_pause for heading in found)
     share = pause_share(found)
     return [
-        Aim("## headings without (N min)", "0", str(len(bare)), not bare, note="; ".join(bare)),
+        Aim("## headings without (N min)", "0", str(len(bare)), not bare, note="\n".join(bare)),
         _between("minutes of all headings", 65, 82, minutes(found)),
         _exactly("pause", 1, pauses, missing_fails=True),
         Aim(
