@@ -339,29 +339,31 @@ class _OneMoreToken:
 
     last = 32  # tokens
 
-    def __init__(self, config: DecoderConfig) -> None:
-        self.config = config
+    def __init__(self, config: DecoderConfig, step_work=None, kv_bytes=None) -> None:
+        self.config, self.step_work, self.kv_bytes = config, step_work, kv_bytes
         self.tokens = np.arange(1, self.last + 1)
-        everything = self.held(1, 4)[-1]
-        self.most_bytes = everything / 1e6
+        self.most_bytes = self.held(1, 4)[-1] / 1e6
         self.most_work = self.work(False, 1)[-1] / 1e9
 
-    def variant(self, group: int) -> DecoderConfig:
-        """The model with ``group`` query heads to each KV head."""
-        return replace(self.config, num_kv_heads=self.config.num_heads // group)
+    def cost(self, token: int, cache: bool, group: int, bytes_per_value: int) -> StepCost:
+        """``step_cost`` of the model with ``group`` query heads to each KV head, by the chapter's functions if given."""
+        config = replace(self.config, num_kv_heads=self.config.num_heads // group)
+        cost = step_cost(config, token, cache, bytes_per_value)
+        if self.step_work is not None:
+            flops = sum(self.step_work(config, cost.rows, token).values())
+            cost = replace(cost, multiply_adds=flops // 2)
+        if self.kv_bytes is not None and cache:
+            sizes = config.num_layers, config.num_kv_heads, config.head_dim
+            cost = replace(cost, bytes_held=self.kv_bytes(*sizes, token, bytes_per_value))
+        return cost
 
     def work(self, cache: bool, group: int) -> np.ndarray:
         """Multiply-adds of all steps up to each token, int64 (tokens,)."""
-        variant = self.variant(group)
-        return np.cumsum([step_cost(variant, int(token), cache).multiply_adds for token in self.tokens])
+        return np.cumsum([self.cost(int(token), cache, group, 1).multiply_adds for token in self.tokens])
 
     def held(self, group: int, bytes_per_value: int) -> np.ndarray:
         """Bytes a cache holds after each token, int64 (tokens,)."""
-        variant = self.variant(group)
-        return np.array([step_cost(variant, int(t), True, bytes_per_value).bytes_held for t in self.tokens])
-
-    def cost(self, token: int, cache: bool, group: int, bytes_per_value: int) -> StepCost:
-        return step_cost(self.variant(group), token, cache, bytes_per_value)
+        return np.array([self.cost(int(t), True, group, bytes_per_value).bytes_held for t in self.tokens])
 
     def readout(self, token: int, cache: bool, group: int, bytes_per_value: int) -> str:
         cost = self.cost(token, cache, group, bytes_per_value)
@@ -433,13 +435,20 @@ def _memory(count: int) -> str:
     return f"{number(count / 1e3)} kB" if count else "0 bytes"
 
 
-def kv_cache_explorer(config: DecoderConfig) -> Explorer:
+def kv_cache_explorer(
+    config: DecoderConfig, *, step_work: Callable | None = None, kv_bytes: Callable | None = None
+) -> Explorer:
     """Chapter 2's explorer "One more token" for a model of this configuration (COURSE 4.6); counts only, no model.
 
     Settings: token (1 to 32), cache (bool), group (query heads per KV head), bytes_per_value (4, 2, 1). With another
     group the whole count is of a model built that way: its k and v projections shrink and grow too.
+
+    Args:
+        step_work, kv_bytes: the chapter's own functions, so that a reader sees them move: FLOPs as
+            step_work(config, fed, context) -> dict, and kv_bytes(layers, kv_heads, head_dim, tokens, bytes_per_value).
+            Without them :func:`step_cost` counts, to the same numbers.
     """
-    token = _OneMoreToken(config)
+    token = _OneMoreToken(config, step_work, kv_bytes)
     own = config.num_heads // config.num_kv_heads
     base = {"token": 4, "cache": False, "group": own, "bytes_per_value": 2}
 

@@ -97,6 +97,26 @@ def test_bytes_follow_the_kv_heads_nine_three_one(explorer):
     ]
 
 
+def test_the_chapters_own_functions_move_the_picture():
+    own = kv_cache_explorer(
+        SMOL,
+        step_work=lambda config, fed, context: {"linear": 2_000_000 * fed, "attention": 2_000_000 * context},
+        kv_bytes=lambda layers, kv_heads, head_dim, tokens, bytes_per_value: 1000 * tokens * kv_heads,
+    )
+    said = own.readout(token=24, cache=True, group=3, bytes_per_value=2)
+    assert said == "1 row fed · 25 million multiply-adds this step · 72 kB held"
+    said = own.readout(token=24, cache=False, group=3, bytes_per_value=2)
+    assert said == "24 rows fed · 48 million multiply-adds this step · 0 bytes held"
+
+
+def test_counts_agree_with_the_chapters():
+    chapter = pytest.importorskip("course_utils.chapters.kv_cache")
+    for cache, fed in ((True, 1), (False, 24)):
+        cost = step_cost(SMOL, 24, cache)
+        assert sum(chapter.step_work(SMOL, fed, 24).values()) == 2 * cost.multiply_adds  # FLOPs
+    assert chapter.kv_bytes(30, 3, 64, 24, 2) == step_cost(SMOL, 24, True).bytes_held
+
+
 def test_work_is_a_parabola_without_and_a_line_with_the_cache():
     drawing = widgets._OneMoreToken(SMOL)
     without, with_cache = drawing.work(False, 3), drawing.work(True, 3)
