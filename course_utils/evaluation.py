@@ -342,8 +342,6 @@ def _windows(length: int, context: int, stride: int | None) -> Iterator[tuple[in
         if first < end:
             yield begin, first, end
         done = end
-        if end == length:
-            return
 
 
 def _report(progress: bool | Callable[[int, int], object], done: int, total: int) -> None:

@@ -231,10 +231,10 @@ def test_the_interval_has_the_width_of_the_normal_one():
 
 
 def test_the_mean_weighs_tokens_and_the_sign_is_a_minus_b():
-    interval = paired_bootstrap([6.0, 6.0], [3.0, 5.0], [3, 1])
-    assert interval.mean == pytest.approx(1.0)  # (3 + 1) nats over 4 tokens
-    assert (interval.low, interval.high) == (1.0, 1.0) and interval.separates
-    assert paired_bootstrap([3.0, 5.0], [6.0, 6.0], [3, 1]).mean == pytest.approx(-1.0)
+    interval = paired_bootstrap([9.0, 6.0], [3.0, 5.0], [3, 1])
+    assert interval.mean == pytest.approx(7 / 4)  # 6 + 1 nats over 4 tokens, not the mean of 2 and 1
+    assert (interval.low, interval.high) == (1.0, 2.0) and interval.separates
+    assert paired_bootstrap([3.0, 5.0], [9.0, 6.0], [3, 1]).mean == pytest.approx(-7 / 4)
 
 
 def test_the_same_seed_gives_the_same_interval():
