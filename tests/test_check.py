@@ -8,7 +8,7 @@ import pytest
 from nbformat.v4 import new_output
 
 from course_utils.tools import check, counts, export, render
-from course_utils.tools.notebooks import WIDGET_MIME, CourseError, read, write
+from course_utils.tools.notebooks import ROOT, WIDGET_MIME, CourseError, find, read, write
 from tests.notebooks_for_tests import (
     code,
     good,
@@ -326,3 +326,15 @@ def test_the_twin_is_looked_for_in_the_output(tmp_path):
     rows = {aim.what: aim.here for aim in counts.sitting(nb, "main")}
     assert rows["explorers with a twin in the output"] == "0"
     write(nb, tmp_path / "x.ipynb")  # the builder's notebooks are valid files
+
+
+# --- the course's own notebooks ----------------------------------------------------------------------------------
+
+NOTEBOOKS = find() if list((ROOT / "notebooks").rglob("*.ipynb")) else []
+
+
+@pytest.mark.parametrize("chapter", NOTEBOOKS, ids=lambda chapter: chapter.key)
+def test_committed_notebooks_pass_the_gate(chapter):
+    """Stale outputs included: after a change to a notebook, course_utils or data, render."""
+    found = check.notebook_problems(read(chapter.path), chapter.path)
+    assert not found, "\n" + "\n".join(map(str, found))

@@ -77,6 +77,19 @@ def test_a_failing_run_leaves_the_file_untouched(root, capsys):
     assert kept.metadata.course_run.status == "failed" and "failed" in kept.cells[0].source
 
 
+def test_a_change_during_the_run_is_not_stamped_as_fresh(root, monkeypatch):
+    """Somebody saves the notebook, or data changes, while it runs: nothing is overwritten."""
+    path = save(root, notebook(parameters(), code("1")))
+
+    def execute(nb, name, **_):
+        save(root, notebook(parameters(), code("2")))
+
+    monkeypatch.setattr(render, "execute", execute)
+    with pytest.raises(CourseError, match="changed during the run; render again"):
+        render.main([], root)
+    assert read(path).cells[1].source == "2" and render.STAMP not in read(path).metadata
+
+
 def test_render_wants_the_export_first(root):
     """The export changes course_utils, and would make the new outputs stale at once."""
     save(root, notebook(parameters(), code("X = 1", "export")))
@@ -128,7 +141,7 @@ def test_the_hash_of_cells(root):
     nb.cells[0].source = "# Other title"
     nb.cells[2].metadata["tags"] = ["bug"]
     assert render.content_hash(nb, root) == before
-    merged = notebook(text("# Title"), parameters(), code("a = 1b = 2"))
+    merged = notebook(text("# Title"), parameters(), code("a = 1codeb = 2"))
     swapped = notebook(text("# Title"), parameters(), code("b = 2"), code("a = 1"))
     assert len({before, render.content_hash(merged, root), render.content_hash(swapped, root)}) == 3
 
