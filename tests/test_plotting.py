@@ -240,3 +240,14 @@ def test_import_needs_no_matplotlib_and_no_backend():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_attention_map_hides_the_future_and_outlines_the_new_rows():
+    fig, ax = plotting.figure(6, 4.6)
+    weights = np.tril(np.full((4, 4), 0.25))
+    plotting.attention_map(ax, weights, ["The", "light", "house", "keeper"], new=2)
+    assert ax.images[0].get_array().mask.sum() == 6  # the causal mask of four tokens
+    assert [text.get_text() for text in ax.texts] == ["0.25"] * 10
+    (outline,) = ax.patches
+    assert (outline.get_y(), outline.get_height(), outline.get_width()) == (1.5, 2, 4)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["The", "light", "house", "keeper"]
