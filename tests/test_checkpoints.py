@@ -76,7 +76,7 @@ def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray]:
 
     heads, kv_heads, width, ffn = 4, 2, 64, 96
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    merges = ["h e", "l l", "Ġ t", "Ġt he"]
+    merges = ["h e", "l l", "Ġ t", "Ġt he", "Ġ Ġ"]
     vocab = special + sorted(ByteLevel.alphabet()) + [merge.replace(" ", "") for merge in merges]
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(2)
@@ -599,6 +599,10 @@ def test_weights_can_be_written_without_touching_the_file(tiny, copied):
     for parameter in decoder.parameters():
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
         parameter.fill_(7.0)
+    maps = Path(
+        "/proc/self/maps"
+    )  # no parameter is a view of the mapped file, which would stay in memory whole
+    assert not maps.exists() or str(folder) not in maps.read_text()
     again = load_decoder(folder)
     assert hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() == before
     assert not any((p == 7.0).all() for p in again.parameters())
@@ -768,11 +772,12 @@ def test_tokenizer_round_trips_and_shows_pieces(tiny_tokenizer):
         assert t.decode(ids) == text
     ids = t.encode("hello the 12")
     assert t.pieces(ids) == ["he", "ll", "o", " the", " ", "1", "2"]  # a digit is a token by itself
+    assert t.pieces(t.encode("a  12")) == ["a", "  ", "1", "2"]  # … split off before the words are
     assert t.pieces(t.encode("é")) == ["\ufffd", "\ufffd"] and t.decode(t.encode("é")) == "é"
     assert t.decode(torch.tensor(ids)) == "hello the 12" and t.pieces([]) == []
     assert t.pieces([1]) == ["<|im_start|>"]
     assert t.decode([1, *ids], skip_special_tokens=True) == "hello the 12"
-    assert t.vocab_size == len(t.get_vocab()) == 3 + 256 + 4 and t.get_vocab()["<|im_end|>"] == 2
+    assert t.vocab_size == len(t.get_vocab()) == 3 + 256 + 5 and t.get_vocab()["<|im_end|>"] == 2
     assert t.eos_ids == frozenset({0, 2}) and isinstance(t.eos_ids, frozenset)
 
 
@@ -799,6 +804,28 @@ def test_chat_equals_transformers_template(tiny_tokenizer):
     assert tiny_tokenizer.decode(tiny_tokenizer.chat("hello")).endswith(
         "hello<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_start_and_end_tokens(tiny, copied):
+    """A tokenizer that adds a start token: encode does, chat leaves it to the template. Well-known end tokens count."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.processors import TemplateProcessing
+
+    folder = fetch("tiny")
+    plain = Tokenizer(folder)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 2}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    adds = Tokenizer(folder)
+    assert adds.encode("hello") == [1, *plain.encode("hello")]
+    assert adds.encode("hello", add_special_tokens=False) == plain.encode("hello")
+    assert adds.chat("hello") == plain.chat("hello")
+    assert adds.eos_ids == frozenset({0, 2, 7})
 
 
 def test_chat_errors_are_plain(tiny_tokenizer, tiny):
