@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import base64
-import copy
-import re
 from pathlib import Path
 
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from course_utils.tools import counts
-from course_utils.tools.notebooks import COURSE_MIME, KERNELSPEC, parse, write
+from course_utils.tools.notebooks import COURSE_MIME, KERNELSPEC, write
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
 
@@ -117,24 +113,3 @@ def good():
         ),
         code("1 + 1", "one-picture", outputs=[picture()]),
     )
-
-
-def with_solutions(nb):
-    """The notebook with every exercise answered by its printed solution and checked strictly: one that is wrong raises.
-
-    The stub's call of ``check`` is kept, made strict; the rest of the stub is replaced by the solution's code.
-    """
-    solved = copy.deepcopy(nb)
-    for exercise in counts.exercises(solved):
-        cell = solved.cells[exercise.index]
-        checks = [s for s in parse(cell.source).body if "check" in {counts.called(c) for c in _calls(s)}]
-        for call in (c for s in checks for c in _calls(s) if counts.called(c) == "check"):
-            call.keywords = [k for k in call.keywords if k.arg != "strict"]
-            call.keywords.append(ast.keyword("strict", ast.Constant(True)))
-        answers = re.findall(r"```python\n(.*?)```", exercise.solution, re.S)
-        cell.source = "\n".join([*answers, *map(ast.unparse, checks)])
-    return solved
-
-
-def _calls(statement):
-    return [node for node in ast.walk(statement) if isinstance(node, ast.Call)]

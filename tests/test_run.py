@@ -17,8 +17,8 @@ import pytest
 
 from course_utils.tools import run
 from course_utils.tools.execute import NotebookFailed, Progress, kernel_environment
-from course_utils.tools.notebooks import ROOT, CourseError, UsageError, find, read, select, table
-from tests.notebooks_for_tests import VERDICT, code, notebook, parameters, save, text, with_solutions
+from course_utils.tools.notebooks import ROOT, Chapter, CourseError, UsageError, find, read, select, table
+from tests.notebooks_for_tests import VERDICT, code, notebook, parameters, save, text
 
 
 def kernels() -> list[str]:
@@ -381,31 +381,16 @@ def test_a_table_wraps_long_text():
     ]
 
 
-# --- the course's own notebooks ----------------------------------------------------------------------------------
+# --- the deep dives, as they are committed (test_notebooks.py runs the main lines) -----------------------------------
 
-NOTEBOOKS = find() if list((ROOT / "notebooks").rglob("*.ipynb")) else []
+DEEP_DIVES = sorted((ROOT / "notebooks" / "deep_dives").glob("*.ipynb"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chapter", NOTEBOOKS, ids=lambda chapter: chapter.key)
-def test_each_notebook_runs_alone_with_no_exercise_answered(chapter, tmp_path, monkeypatch):
-    """In quick mode, a fresh process, an empty folder, as it is committed."""
-    monkeypatch.chdir(tmp_path)
-    nb = run.run_chapter(chapter, {"quick": True}, tmp_path / "build")
-    stderr = [
-        output.text
-        for cell in nb.cells
-        for output in cell.get("outputs", [])
-        if output.get("name") == "stderr"
-    ]
-    assert stderr == []
+@pytest.mark.parametrize("path", DEEP_DIVES, ids=lambda path: path.stem)
+def test_each_deep_dive_runs_alone_with_no_exercise_answered(path, tmp_path):
+    """In quick mode, in a process and an empty folder of its own."""
+    nb = run.run_chapter(Chapter(path, path.stem), {"quick": True}, tmp_path / "build")
+    outputs = [output for cell in nb.cells for output in cell.get("outputs", [])]
+    assert [output.text for output in outputs if output.get("name") == "stderr"] == []
     assert all(verdict["quick"] for verdict in run.verdicts(nb))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chapter", NOTEBOOKS, ids=lambda chapter: chapter.key)
-def test_each_exercise_passes_with_its_printed_solution(chapter, tmp_path):
-    """In the notebook itself, checked strictly: a wrong solution raises and names its cell."""
-    solved = with_solutions(read(chapter.path))
-    path = save(tmp_path, solved, chapter.path.stem)
-    run.run_chapter(type(chapter)(path, chapter.key), {"quick": True}, tmp_path / "build")

@@ -51,12 +51,12 @@ def execute(nb, name: str, *, progress: Progress | None = None, cell_timeout: in
     """
     progress = progress or Progress(name, len(code_cells(nb)), quiet=True)
     with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as folder:
-        session = _Session(nb, name, folder, progress)
+        life = _KernelLife(nb, name, folder, progress)
         with progress:
-            session.run(cell_timeout)
+            life.run(cell_timeout)
 
 
-class _Session:
+class _KernelLife:
     """One kernel's life: started, fed cell by cell, ended."""
 
     def __init__(self, nb, name: str, folder: str, progress: Progress):
