@@ -396,7 +396,9 @@ class _OneMoreToken:
         bottom.set_xlabel("token", size=letters, labelpad=1)
         for ax in (top, bottom):
             ax.set(xlim=(0, self.last + 1), xticks=(1, 8, 16, 24, 32))
-            ax.set_title(ax.get_title(loc="left"), size=letters, weight="normal", pad=4)
+            ax.set_title(
+                ax.get_title(loc="left"), size=letters, weight="normal", pad=4, y=1.0
+            )  # a fixed y is quicker
             ax.tick_params(labelsize=letters - 1, pad=2)
 
     def _draw_work(self, ax: Axes, token: int, cache: bool, group: int, letters: float) -> None:
