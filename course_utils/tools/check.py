@@ -19,7 +19,7 @@ from pathlib import Path
 
 import nbformat
 
-from course_utils.tools import counts, export, render
+from course_utils.tools import counts, export, readme, render
 from course_utils.tools.notebooks import (
     COURSE_MIME,
     FILE_NAME,
@@ -81,7 +81,11 @@ def main(argv: list[str], root: Path = ROOT) -> int:
     exported = list(export_problems(root))
     print(f"exports: {_summary(exported)}")
     print("".join(f"  {problem}\n" for problem in exported), end="")
-    return 1 if found or exported else 0
+    current = readme.is_current(root)
+    print(
+        f"README's verdicts: {'pass' if current else 'differ from the committed outputs → python -m course_utils render'}"
+    )
+    return 1 if found or exported or not current else 0
 
 
 def _chapter(name: str, root: Path) -> Chapter:

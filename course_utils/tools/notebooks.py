@@ -19,6 +19,7 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[2]
+STAMP = "course_render"  # in a rendered notebook's metadata
 COURSE_MIME = "application/vnd.llm-course+json"
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}

@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from course_utils.tools import export
+from course_utils.tools import export, readme
 from course_utils.tools.execute import CELL_TIMEOUT, NotebookFailed, Progress, execute, terminate_as_interrupt
 from course_utils.tools.notebooks import (
     KERNELSPEC,
     ROOT,
+    STAMP,
     Chapter,
     CourseError,
     clean,
@@ -35,7 +36,6 @@ from course_utils.tools.notebooks import (
 )
 from course_utils.tools.run import keep_failed
 
-STAMP = "course_render"
 PACKAGES = ("torch", "numpy", "transformers", "matplotlib")
 
 
@@ -63,6 +63,7 @@ def main(argv: list[str], root: Path = ROOT) -> int:
         for chapter in chapters:
             render(chapter, root, options.cell_timeout)
             print(f"{pretty(chapter.path, root)}  rendered; next: python -m course_utils check")
+    readme.update(root)
     return 0
 
 
