@@ -30,7 +30,8 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
-    rope_scaling: dict | None = None  # Llama 3's stretching of the slow rotations, or {"rope_type": "linear", ...}
+    # {"rope_type": "llama3", ...}: the slow rotations slowed further; {"rope_type": "linear", "factor": ...}: all
+    rope_scaling: dict | None = None
     rms_norm_eps: float = 1e-5
     tie_embeddings: bool = True
     qkv_bias: bool = False  # Qwen2
@@ -98,7 +99,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     rows, heads, new, head_dim = q.shape
     kv_heads, total = k.shape[1], k.shape[2]
     if mask is None and 1 < new != total:
-        raise ValueError(f"{new} queries over {total} keys need a mask: only the cache knows where the queries stand")
+        raise ValueError(
+            f"{new} queries over {total} keys need a mask: only the cache knows where the queries stand"
+        )
     if new == 1 and heads != kv_heads:
         # One query: the heads that share a KV head become its rows, and keys are read once, not copied per head.
         q = q.view(rows, kv_heads, heads // kv_heads, head_dim)
@@ -148,7 +151,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         rows, new, _ = x.shape
-        qkv = self.qkv(x).view(rows, new, -1, self.head_dim).transpose(1, 2)  # (rows, heads + 2·kv_heads, new, head_dim)
+        # (rows, heads + 2·kv_heads, new, head_dim)
+        qkv = self.qkv(x).view(rows, new, -1, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -190,6 +194,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.name = ""  # whose weights these are, for labels: ``checkpoints.load`` sets it
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from course_utils.decoder import Decoder, DecoderConfig
+from course_utils.model_files import tensor_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,22 +21,22 @@ CACHES = ("no cache", "dynamic", "static")
 def transformers_model(decoder: Decoder) -> PreTrainedModel:
     """The decoder's weights in transformers' own model, in eval mode; the tensors are shared, no memory is doubled.
 
-    The fused ``qkv`` and ``gate_up`` matrices are handed over as slices of their rows. Change a weight of one in place
-    and the other changes with it.
+    It has the decoder's device and dtype. The fused ``qkv`` and ``gate_up`` matrices are handed over as slices of their
+    rows. Change a weight of one in place and the other changes with it.
+    Raises ValueError where a layer of the decoder was replaced by one without plain weights, RuntimeError where the
+    installed transformers wants other tensors.
     """
+    state = _unfused(decoder)
+
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_transformers_config(decoder.config), dtype=decoder.dtype)
-    model.load_state_dict(_unfused(decoder), strict=False, assign=True)
+    found = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     # Buffers (rotary frequencies) hold no weights and are computed anew, away from the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(decoder.device)
-    missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    if missing:
-        raise RuntimeError(
-            f"the installed transformers names its weights differently; left empty: {missing[:3]}"
-        )
+    _check_complete(model, found.missing_keys, found.unexpected_keys)
     return model.eval().requires_grad_(False)
 
 
@@ -87,28 +88,32 @@ def _transformers_config(config: DecoderConfig):
     )
 
 
+def _check_complete(model: PreTrainedModel, missing: list[str], unexpected: list[str]) -> None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    missing = sorted({*missing, *(name for name, tensor in tensors if tensor.is_meta)})
+    if missing or unexpected:
+        from transformers import __version__
+
+        raise RuntimeError(
+            f"transformers {__version__} has other tensors in its {type(model).__name__} than the decoder: "
+            f"left empty {missing[:3]}, not taken {unexpected[:3]}; install the version in requirements.txt"
+        )
+
+
 def _unfused(decoder: Decoder) -> dict[str, torch.Tensor]:
     """The decoder's tensors under transformers' names; slices share their storage."""
     config = decoder.config
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    named = {
-        "model.embed_tokens.weight": decoder.embedding.weight,
-        "model.norm.weight": decoder.norm.weight,
-        "lm_head.weight": decoder.lm_head.weight,
-    }
-    for number, block in enumerate(decoder.blocks):
-        at = f"model.layers.{number}."
-        named[at + "input_layernorm.weight"] = block.attention_norm.weight
-        named[at + "post_attention_layernorm.weight"] = block.mlp_norm.weight
-        named[at + "self_attn.o_proj.weight"] = block.attention.out.weight
-        named[at + "mlp.down_proj.weight"] = block.mlp.down.weight
-        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-            parts = getattr(block.attention.qkv, kind).split((heads, kv_heads, kv_heads))
-            for name, part in zip("qkv", parts, strict=True):
-                named[f"{at}self_attn.{name}_proj.{kind}"] = part
-        for name, part in zip(("gate", "up"), block.mlp.gate_up.weight.chunk(2), strict=True):
-            named[f"{at}mlp.{name}_proj.weight"] = part
-        if config.qk_norm:
-            named[at + "self_attn.q_norm.weight"] = block.attention.q_norm.weight
-            named[at + "self_attn.k_norm.weight"] = block.attention.k_norm.weight
-    return {name: tensor.detach() for name, tensor in named.items()}
+    parameters, state = dict(decoder.named_parameters()), {}
+    for ours, theirs in tensor_names(config).items():
+        if ours not in parameters:
+            raise ValueError(
+                f"the decoder has no {ours!r} (a layer was replaced?); give one with plain weights, as "
+                "checkpoints.load returns it"
+            )
+        tensor = parameters[ours].detach()
+        sizes = (heads, kv_heads, kv_heads) if len(theirs) == 3 else len(tensor) // len(theirs)
+        state.update(zip(theirs, tensor.split(sizes), strict=True))
+    if config.tie_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    return state

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
-from course_utils.checkpoints import load_decoder, transformers_model
+from course_utils.checkpoints import load_decoder
 from course_utils.decoder import Cache, DecoderConfig, attention, rotary_frequencies
+from course_utils.rivals import transformers_model
 from tests.conftest import PlainCache, tiny_config, tiny_decoder
 
 LLAMA3 = {
@@ -365,7 +366,7 @@ def test_real_checkpoint_equals_transformers(real_model):
     decoder, tokenizer = real_model
     assert decoder.num_parameters() == 134_515_008
     x = torch.tensor([tokenizer.encode(TEXT)])
-    model = transformers_model("SmolLM2-135M-Instruct", weights=decoder)
+    model = transformers_model(decoder)
     expected = model(x).logits
     torch.testing.assert_close(decoder(x), expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(stepwise(decoder, x, [x.shape[1] - 6] + [1] * 6), expected, atol=1e-4, rtol=0)
