@@ -26,9 +26,7 @@ from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEPTH = 30  # layers of SmolLM2-135M, whose fixed time per step `step_overhead` is
-POOL_BYTES = (
-    256 << 20
-)  # least size of what is read and multiplied; four times the last-level cache where that is more
+POOL_BYTES = 224 << 20  # least size of what is read and multiplied
 SECONDS = 2.5  # of measuring in `limits`, preparation included
 
 _CGROUP, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -323,8 +321,7 @@ class Limits:
 
     read_bandwidth: bytes/s, the best of several plain reads (``read_method`` says of which kind) of a buffer much larger
     than the last-level cache. flops: FLOP/s, the best of several large matrix products. step_overhead: seconds of one
-    decode step of a decoder as deep as SmolLM2-135M with hardly any weights, that is of launches and Python: the median
-    of the quietest round. All three say what the machine does undisturbed.
+    decode step of a decoder as deep as SmolLM2-135M with hardly any weights, that is of launches and Python, the median.
     """
 
     read_bandwidth: float
@@ -355,9 +352,8 @@ class Limits:
 
         shapes: of (out_features, in_features), or of ((out_features, in_features), count). Each distinct product is the
         median of several visits to *different* matrices cut from a pool much larger than the last-level cache, because
-        a decoder too finds each weight in memory, not in the cache. Shapes take turns in three rounds, of which the
-        quietest counts. Measured when first asked for, then remembered; :meth:`release` frees the pool. Raises
-        ValueError for sizes below 1.
+        a decoder too finds each weight in memory, not in the cache. Shapes take turns in three rounds. Measured when
+        first asked for, then remembered; :meth:`release` frees the pool. Raises ValueError for sizes below 1.
         """
         shapes = counted_shapes(shapes)
         for shape, _ in shapes:
@@ -458,19 +454,25 @@ class Limits:
     def _measure(
         self, makers: dict[tuple, Callable[[], Callable]], rounds: int = 3, budget: float = 0.03
     ) -> None:
-        """Fill in the seconds of what is not known yet: the median of up to 9 calls in the quietest round.
+        """Fill in the seconds of what is not known yet: the median of 3 to 27 calls, a few at a time, taking turns.
 
-        Each round gives every call ``budget`` seconds, at least one visit. The very first calls do not count.
+        Each call gets about ``budget`` seconds a round and at least one visit; warm-up does not count. Calls alternate as
+        the products of a decoder do, and the median counts, not the best: a model's products have bad moments too.
         """
         calls = {key: make() for key, make in makers.items() if key not in self._seconds}
-        visits = {}
+        visits, samples = {}, {key: [] for key in calls}
         for key, call in calls.items():
-            call()  # also makes the pool
-            visits[key] = int(min(9, max(1, budget / max(_times([call], self.device)[0], 1e-9))))
-        for _ in range(rounds):
-            for key, call in calls.items():
-                seconds = statistics.median(_times([call] * visits[key], self.device))
-                self._seconds[key] = min(seconds, self._seconds.get(key, math.inf))
+            seconds = _times([call], self.device)[0]  # also makes the pool
+            if seconds < 0.2:  # what is slow the first time may be quick the second
+                seconds = _times([call], self.device)[0]
+            visits[key] = rounds * int(min(9, max(1, budget / max(seconds, 1e-9))))
+        for turn in range(max(visits.values(), default=0)):
+            waiting = [key for key in calls if turn < visits[key]]
+            for key, seconds in zip(
+                waiting, _times([calls[key] for key in waiting], self.device), strict=True
+            ):
+                samples[key].append(seconds)
+        self._seconds |= {key: statistics.median(taken) for key, taken in samples.items()}
 
 
 def limits(device: str | torch.device | None = None, dtype: str | torch.dtype | None = None) -> Limits:
@@ -506,7 +508,7 @@ def _measure_limits(device: torch.device, dtype: torch.dtype, threads: int, seco
             best_read[name] = min(best_read.get(name, math.inf), *_times([read], device))
         for flop, product in products:
             best_flops = max(best_flops, *(flop / t for t in _times([product] * 2, device)))
-        steps.append(statistics.median(_host_times(step, 8, device)))
+        steps += _host_times(step, 8, device)
         if time.perf_counter() - start > seconds:
             break
     method = min(best_read, key=best_read.get)
@@ -514,7 +516,7 @@ def _measure_limits(device: torch.device, dtype: torch.dtype, threads: int, seco
     return Limits(
         read_bandwidth=nbytes / best_read[method],
         flops=best_flops,
-        step_overhead=min(steps),
+        step_overhead=statistics.median(steps),
         device=device,
         dtype=dtype,
         threads=threads,

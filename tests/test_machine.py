@@ -432,9 +432,9 @@ def test_matmul_seconds_are_measured_once(monkeypatch):
     assert len(calls) > first
 
 
-def test_quietest_round_counts_and_its_median(monkeypatch):
-    """One busy round of three, and one slow visit in each, do not move the answer."""
-    ticks = iter([0.003] + [0.5] * 9 + [0.001] * 8 + [0.9] + [0.002] * 9)
+def test_median_of_the_visits_counts(monkeypatch):
+    """HAZARDS 84: a busy round of three, and slow visits in the others, do not move the answer."""
+    ticks = iter([0.003] * 2 + [0.5] * 9 + [0.001] * 9 + [0.001] * 8 + [0.9])
     limits = stub_limits(monkeypatch, seconds=lambda call: next(ticks))
     assert limits.matmul_seconds(1, [(8, 4)]) == 0.001
 
