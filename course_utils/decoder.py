@@ -96,19 +96,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     need no mask: the whole sequence from its start (new == total, causal), or one query that may see everything.
     Raises ValueError for None with 1 < new < total, where torch's ``is_causal`` would hide the wrong half.
     """
-    rows, heads, new, head_dim = q.shape
-    kv_heads, total = k.shape[1], k.shape[2]
+    new, total = q.shape[2], k.shape[2]
     if mask is None and 1 < new != total:
         raise ValueError(
             f"{new} queries over {total} keys need a mask: only the cache knows where the queries stand"
         )
-    if new == 1 and heads != kv_heads:
-        # One query: the heads that share a KV head become its rows, and keys are read once, not copied per head.
-        q = q.view(rows, kv_heads, heads // kv_heads, head_dim)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return out.reshape(rows, heads, 1, head_dim)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None and new > 1, enable_gqa=heads != kv_heads
+        q, k, v, attn_mask=mask, is_causal=mask is None and new > 1, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
@@ -130,9 +124,12 @@ def rotary_frequencies(config: DecoderConfig) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + head_dim / 2) of x (rows, heads, new, head_dim) by its token's angle."""
+    """Turn each pair (i, i + head_dim / 2) of x (rows, heads, new, head_dim) by its token's angle.
+
+    (a, b) becomes (a·cos − b·sin, b·cos + a·sin); the minus is in the first half of ``sin`` (see Decoder.angles).
+    """
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
 
 
 class Attention(nn.Module):
@@ -153,10 +150,11 @@ class Attention(nn.Module):
         rows, new, _ = x.shape
         # (rows, heads + 2·kv_heads, new, head_dim)
         qkv = self.qkv(x).view(rows, new, -1, self.head_dim).transpose(1, 2)
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = qk.split((self.heads, self.kv_heads), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        q, k = rotate(qk, cos, sin).split((self.heads, self.kv_heads), dim=1)
         attended = attention(q, k, v) if cache is None else cache.attend(self.layer, q, k, v)
         return self.out(attended.transpose(1, 2).reshape(rows, new, -1))
 
@@ -218,10 +216,11 @@ class Decoder(nn.Module):
         return self.embedding.weight.dtype
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, (rows, 1, new, head_dim) in the model's dtype, computed in float32."""
+        """cos and sin, (rows, 1, new, head_dim) in the model's dtype, computed in float32; sin is signed for rotate."""
         turned = positions[:, None, :, None].float() * self.frequencies.float()
-        turned = torch.cat((turned, turned), dim=-1)
-        return turned.cos().to(self.dtype), turned.sin().to(self.dtype)
+        cos, sin = turned.cos(), turned.sin()
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return cos.to(self.dtype), sin.to(self.dtype)
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """(rows, new) int64 tokens -> (rows, new, hidden_size), after the last norm.

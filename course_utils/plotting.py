@@ -265,6 +265,8 @@ def course_curve(
     if knee is not None and math.isfinite(knee):
         _draw_knee(ax, knee, rows)
     _draw_marks(ax, rows, seconds * 1e3, marks)
+    if predicted is not None and ideal.min() * 1e3 < ax.get_ylim()[0]:
+        ax.set_ylim(bottom=ideal.min() * 1e3 / 1.2)
     _plain_ticks(ax, rows)
     ax.set(title=title, xlabel="rows fed in one forward (log scale)", ylabel="ms per forward (log scale)")
     ax.legend(loc="lower right", reverse=True)

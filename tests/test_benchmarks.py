@@ -15,6 +15,7 @@ from tests.benchmarks import decode
             decode,
             {
                 "decode_over_transformers",
+                "generate_over_transformers",
                 "prefill_over_transformers",
                 "growth_1500_over_100",
                 *(f"cached_over_uncached_{n}" for n in (64, 256, 1024)),

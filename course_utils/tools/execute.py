@@ -216,7 +216,7 @@ def kernel_environment(folder: str) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])],
     )
-    environment["COURSE_INTERACTIVE"] = "0"  # nobody turns an explorer's controls in a run from the command line
+    environment["COURSE_INTERACTIVE"] = "0"  # nobody turns an explorer's controls in such a run
     environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment.setdefault("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from course_utils.catalog import DEFAULT
 from course_utils.decoder import Decoder, DecoderConfig
 from course_utils.machine import configure_numba, configure_threads, describe
 
@@ -52,7 +53,7 @@ def start(description: str, argv: list[str] | None = None) -> Bench:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--toy", action="store_true", help="tiny sizes: does the script work?")
-    parser.add_argument("--model", default="smollm2-135m", help="a catalog name, hub id or folder")
+    parser.add_argument("--model", default=DEFAULT, help="a catalog name, hub id or folder")
     args = parser.parse_args(argv)
     configure_threads()
     if args.toy:

@@ -1,6 +1,8 @@
 """Cached decoding against transformers and against no cache: ``python -m tests.benchmarks.decode [--json]``.
 
-decode_over_transformers    tokens/s of our cached decode over ``generate``'s, same weights, 64 new tokens after 128
+decode_over_transformers    tokens/s of our cached decode over ``generate``'s, same weights, 64 new tokens after 128;
+                            a run's time is that of 64 new tokens less that of 1, so that prefill is told apart
+generate_over_transformers  the same with the prefill of 128 tokens in both
 prefill_over_transformers   tokens/s of a 512-token prefill over transformers'
 cached_over_uncached_N      time of one step without a cache over one with, at context N; predicted_N: composed from
                             the machine's measured products, attention and overhead
@@ -12,6 +14,7 @@ Rivals take turns in one run; each figure is the median of the ratios of neighbo
 from __future__ import annotations
 
 import sys
+from statistics import median
 
 import torch
 
@@ -48,19 +51,30 @@ def against_transformers(bench: Bench) -> dict:
 
         model = transformers_model(bench.decoder)
     except ImportError:
-        return {"decode_over_transformers": None, "prefill_over_transformers": None}
+        return dict.fromkeys(
+            ("decode_over_transformers", "generate_over_transformers", "prefill_over_transformers")
+        )
     prompt_length, new, prefill_length = (8, 4, 16) if bench.toy else (128, 64, 512)
     prompt = random_tokens(bench, prompt_length)[0].tolist()
     ours = generate(bench.decoder, prompt, new, cache=KVCache(bench.config))
     if ours != transformers_generate(model, prompt, new):
         raise SystemExit("the two models wrote different tokens: nothing to compare")
-    decode = race(
-        {
-            "theirs": lambda: transformers_generate(model, prompt, new),
-            "ours": lambda: generate(bench.decoder, prompt, new, cache=KVCache(bench.config)),
-        },
-        repeats=2 if bench.toy else 7,
-    )
+    runs = {
+        f"{who} {count}": lambda run=run, count=count: run(count)
+        for count in (new, 1)
+        for who, run in {
+            "theirs": lambda count: transformers_generate(model, prompt, count),
+            "ours": lambda count: generate(bench.decoder, prompt, count, cache=KVCache(bench.config)),
+        }.items()
+    }
+    decode = race(runs, repeats=2 if bench.toy else 9)
+
+    def decoding(who: str) -> list[float]:
+        """Seconds of the tokens after the first, round by round."""
+        both = zip(decode[f"{who} {new}"].samples, decode[f"{who} 1"].samples, strict=True)
+        return [whole - first for whole, first in both]
+
+    decode_ratios = [a / b for a, b in zip(decoding("theirs"), decoding("ours"), strict=True)]
     tokens = random_tokens(bench, prefill_length)
 
     @torch.inference_mode()
@@ -71,7 +85,8 @@ def against_transformers(bench: Bench) -> dict:
         {"theirs": their_prefill, "ours": lambda: prefilled(bench, tokens)}, repeats=2 if bench.toy else 9
     )
     return {
-        "decode_over_transformers": ratio(decode, "theirs", "ours").median,
+        "decode_over_transformers": median(decode_ratios),
+        "generate_over_transformers": ratio(decode, f"theirs {new}", f"ours {new}").median,
         "prefill_over_transformers": ratio(prefill, "theirs", "ours").median,
     }
 
