@@ -332,6 +332,7 @@ class Limits:
     threads: int = 1
     read_method: str = ""
     _seconds: dict[tuple, float] = field(default_factory=dict, repr=False)
+    _measured: dict[tuple, list[float]] = field(default_factory=dict, repr=False)  # all rounds; see `again`
     _pool: _Pool | None = field(default=None, repr=False)
 
     @property
@@ -398,6 +399,13 @@ class Limits:
         """
         overhead = self.overhead(layers)
         return max(overhead, work) if self.device.type == "cuda" else overhead + work
+
+    def again(self) -> None:
+        """Let every product be measured anew when next asked for; its time is then the median of all its measurements.
+
+        Three rounds some seconds apart outlast a busy moment of the machine, which a single one does not.
+        """
+        self._seconds.clear()
 
     def release(self) -> None:
         """Free the pool of weights (a few hundred MB); measured times stay."""
@@ -472,7 +480,10 @@ class Limits:
                 waiting, _times([calls[key] for key in waiting], self.device), strict=True
             ):
                 samples[key].append(seconds)
-        self._seconds |= {key: statistics.median(taken) for key, taken in samples.items()}
+        for key, taken in samples.items():
+            measured = self._measured.setdefault(key, [])
+            measured.append(statistics.median(taken))
+            self._seconds[key] = statistics.median(measured)
 
 
 def limits(device: str | torch.device | None = None, dtype: str | torch.dtype | None = None) -> Limits:
