@@ -118,10 +118,8 @@ def provenance(*, model: str, dtype, repeats: int, device=None, when: str | date
     """One line that says where the numbers of a figure come from: model, machine, dtype, torch, repeats and day."""
     from course_utils import machine
 
-    day = when or date.today()
-    return (
-        f"{model} · {machine.describe(device, dtype)} · n = {repeats} · {day} · yours will differ in number"
-    )
+    day, runs = when or date.today(), "1 run" if repeats == 1 else f"{repeats} runs"
+    return f"{model} · {machine.describe(device, dtype)} · {runs} · {day} · yours will differ in number"
 
 
 @functools.cache
@@ -495,7 +493,9 @@ def attention_map(ax: Axes, weights, words: Sequence[str], new: int = 1) -> None
     hidden = np.triu(np.ones((n, n), dtype=bool), 1)
     ax.imshow(np.ma.masked_array(weights, hidden), cmap="Blues", vmin=0, vmax=1.2)
     for row, column in zip(*np.nonzero(~hidden), strict=True):
-        ax.text(column, row, f"{weights[row, column]:.2f}", ha="center", va="center", fontsize="small")
+        weight = weights[row, column]
+        color = "white" if weight > 0.7 else "black"
+        ax.text(column, row, f"{weight:.2f}", ha="center", va="center", fontsize="small", color=color)
     outline = {"fill": False, "ec": _OWN, "lw": 3, "clip_on": False}
     ax.add_patch(Rectangle((-0.5, n - new - 0.5), n, new, **outline))
     ax.set_xticks(range(n), words)

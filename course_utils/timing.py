@@ -55,7 +55,8 @@ class Timing:
     def __str__(self) -> str:
         scale, unit = _unit(self.median)
         digits = max(0, 2 - len(str(int(self.median * scale))) + (self.median * scale >= 1))
-        return f"{self.median * scale:.{digits}f} {unit} (IQR {self.iqr * scale:.{digits}f}, n={self.n})"
+        runs = "1 run" if self.n == 1 else f"{self.n} runs"
+        return f"{self.median * scale:.{digits}f} {unit} (IQR {self.iqr * scale:.{digits}f}, {runs})"
 
 
 class Ratio(NamedTuple):

@@ -294,7 +294,8 @@ def attention_triangle(ax: Axes, token: int, cache: bool, size: int = 32, legend
     ax.set(xlim=(-0.2, size + 0.2), ylim=(below + 4.2, -0.2), aspect="equal", anchor="NW")
     ax.axis("off")
     if legend_size:
-        kinds = (_NOW, _READ, _BEFORE, _LATER) if cache else (_NOW, _AGAIN, _LATER)
+        kinds = (_NOW, _READ, _BEFORE) if cache else (_NOW, _AGAIN)
+        kinds += (_LATER,) if token < size else ()
         _triangle_legend(ax, kinds, legend_size)
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -175,28 +176,38 @@ def test_query_heads_in_the_cache_change_the_bill_only(broken):
 
 
 @pytest.mark.parametrize(
-    "gains, word",
+    "gains, word, where",
     [
-        ((0.7, 0.8, 0.9, 1.0, 1.1), "does not hold here"),
-        ((4.5, 5.0, 6.0, 7.0, 7.9), "holds"),
-        ((2.0, 4.0, 9.0, 16.0, 30.0), "holds on a condition"),
+        ((0.7, 0.8, 0.9, 1.0, 1.1), "does not hold here", "4x is not reached up to n = 1024"),
+        ((1.2, 1.3, 2.0, 3.0, 3.9), "does not hold here", "8x is not reached up to n = 1024"),
+        ((9.0, 12.0, 20.0, 30.0, 50.0), "does not hold here", "8x is passed before n = 64"),
+        ((4.5, 5.0, 6.0, 7.0, 7.9), "holds", "4x is passed before n = 64, 8x is not reached"),
+        ((2.0, 4.0, 9.0, 16.0, 30.0), "holds on a condition", "8x is passed between n = 128 and n = 256"),
     ],
 )
-def test_the_verdict_follows_the_measurement(gains, word):
+def test_the_verdict_follows_the_measurement(gains, word, where):
     """Also where the technique loses, the card says what was measured."""
     sizes = (64, 128, 256, 512, 1024)
+    timed = SimpleNamespace(median=2.0, samples=(2.0,) * 5)
     names = {
         "claims": claims,
         "sizes": sizes,
         "gains": dict(zip(sizes, gains, strict=True)),
-        "off": lambda n: 1.1,
-        "about": lambda repeats: f"n = {repeats}",
-        "repeats": 5,
+        "predicted": dict.fromkeys(sizes, (3.0, 1.0)),
+        "measured": dict.fromkeys(sizes, {"plain": timed, "cached": timed}),
+        "miss": lambda n: 1.1,
+        "about": lambda repeats: f"{repeats} runs",
+        "new": 24,
+        "given": [1] * 128,
+        "whole_run": 0.9,
         "quick": False,
     }
+    exec(code_cell(read("02"), "def passed_at("), names)
     source = code_cell(read("02"), "claims.verdict(").replace("claims.verdict(", "card = claims.verdict(")
     exec(source, names)
     card = names["card"]
     assert card.word == word
     assert card.measured[0] == f"a step {gains[0]:.1f}x at n = 64"
+    assert where in card.condition
+    assert "plain 1.50 and cached 0.50 times the measured time" in card.miss
     assert card.predicted[-1] == f"{1.1 * gains[-1]:.1f}x at n = 1024"

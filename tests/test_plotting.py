@@ -104,7 +104,7 @@ def test_provenance_line_names_model_machine_repeats_and_day(monkeypatch):
     machine = pytest.importorskip("course_utils.machine")
     monkeypatch.setattr(machine, "describe", lambda device=None, dtype=None: f"a CPU · {dtype}")
     line = plotting.provenance(model="SmolLM2-135M", dtype="float32", repeats=7, when="2026-01-02")
-    assert line == "SmolLM2-135M · a CPU · float32 · n = 7 · 2026-01-02 · yours will differ in number"
+    assert line == "SmolLM2-135M · a CPU · float32 · 7 runs · 2026-01-02 · yours will differ in number"
 
 
 def test_figure_has_the_size_and_colours_of_the_course():

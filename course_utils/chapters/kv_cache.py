@@ -16,8 +16,8 @@ from course_utils.machine import linear_shapes
 def step_work(config: DecoderConfig, fed: int, context: int) -> dict:
     """FLOPs of one forward that feeds the last `fed` of `context` tokens.
 
-    Keys: linear (layers: every row; head: one row) and attention (causal:
-    a query sees the keys up to its own). Source: chapter 2, §2.2.
+    Keys: linear (layers: every row; output matrix: one) and attention
+    (a query sees the keys up to its own). Source: chapter 2, §2.2.
     """
     layers = sum(out * into * n for (out, into), n in linear_shapes(config))
     head = config.vocab_size * config.hidden_size
@@ -62,7 +62,7 @@ class CausalCache(Cache):
 class KVCache(CausalCache):
     """Keys and values of every token fed; grows by concatenation.
 
-    keys, values: per layer a (rows, kv_heads, length, head_dim) tensor.
+    keys, values: per layer (rows, kv_heads, length or more, head_dim).
     """
 
     def __init__(self, config, rows=1, device=None, dtype=None):
@@ -153,11 +153,11 @@ def reuse_prefix(cache, held, tokens) -> list:
     """
     if len(held) != cache.length or not tokens:
         raise ValueError(
-            f"held has {len(held)} tokens, the cache {cache.length}, and "
-            f"tokens {len(tokens)}: the first two must agree, the last be > 0"
+            f"held ({len(held)} tokens) and the cache ({cache.length}) must "
+            f"agree, and tokens ({len(tokens)}) must not be empty"
         )
     limit = min(len(held), len(tokens) - 1)
-    parts = (i for i in range(limit) if held[i] != tokens[i])
-    shared = next(parts, limit)
+    differing = (i for i in range(limit) if held[i] != tokens[i])
+    shared = next(differing, limit)
     cache.truncate(shared)
     return tokens[shared:]

@@ -256,7 +256,8 @@ def clean(nb) -> None:
     """Take out, in place, what an execution leaves behind and a reader does not need.
 
     That is: widget state (it makes files huge and breaks viewers), widget views (they show an error without a running
-    kernel; the static twin stands beside them), papermill's and the front end's notes of when a cell ran.
+    kernel; the static twin stands beside them), papermill's and the front end's notes of when a cell ran. Pieces of one
+    stream that follow each other become one output.
     """
     for key in ("widgets", "papermill"):
         nb.metadata.pop(key, None)
@@ -266,7 +267,7 @@ def clean(nb) -> None:
         if not cell.metadata.get("tags", True):
             cell.metadata.pop("tags")
         if is_code(cell):
-            cell.outputs = [output for output in map(_without_widget, cell.outputs) if output]
+            cell.outputs = _joined([output for output in map(_without_widget, cell.outputs) if output])
 
 
 def _without_widget(output):
@@ -276,6 +277,18 @@ def _without_widget(output):
         return output
     data.pop(WIDGET_MIME)
     return output if set(data) - {"text/plain"} else None
+
+
+def _joined(outputs: list) -> list:
+    """The outputs, neighbouring pieces of the same stream put together."""
+    joined = []
+    for output in outputs:
+        last = joined[-1] if joined else {}
+        if output.output_type == "stream" and last.get("name") == output.name:
+            last.text += output.text
+        else:
+            joined.append(output)
+    return joined
 
 
 # --- printing ----------------------------------------------------------------------------------------------------
