@@ -128,6 +128,41 @@ def test_summary_of_a_chapter_not_begun(capsys):
     assert out.count("○ not answered yet") == 2 and "0 of 2 solved" in out
 
 
+def quadruple(n):
+    return 4 * n
+
+
+def test_one_of_two_functions_done_is_said_with_what_is_right():
+    @exercise("7.4", "Twice, then four times")
+    def _two(answer):
+        double, four = exercises.functions(answer, "double", "quadruple")
+        return exercises.in_order(
+            ("double", lambda: exercises.call(double, 1)),
+            ("quadruple", lambda: str(exercises.call(four, 1))),
+        )
+
+    for missing in (None, ..., stub, returns_nothing):
+        result = judge("7.4", (right, missing))
+        assert result.state == UNANSWERED
+        assert result.sentence == "double is right so far; quadruple returns nothing yet."
+        assert judge("7.4", (missing, quadruple)).sentence == "double returns nothing yet."
+    assert judge("7.4", (stub, None)).sentence == "Write your answer above and run the cell again."
+    assert "Pass both in brackets: (double, quadruple)." in judge("7.4", right).sentence
+    check("7.4", (right, quadruple), strict=True)
+
+
+def test_a_pair_without_brackets_is_a_pair_and_raises_nothing(capsys):
+    check("7.2", right, quadruple)
+    assert "2 thing(s) came" in capsys.readouterr().out
+
+
+def test_full_stop_of_an_error_is_not_doubled():
+    def stops(n):
+        raise RuntimeError("It stopped.")
+
+    assert str(judge("7.2", stops)).endswith("stops(4) raised RuntimeError: It stopped.")
+
+
 def test_call_is_said_as_one_would_write_it():
     assert exercises.said(right, 1000, sequences=2) == "right(1_000, sequences=2)"
 

@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 
+from course_utils.chapters import kv_cache
 from course_utils.decoder import Cache
 from course_utils.exercises import _alone, _Counting, _Growing, _tiny_config, _with_weights, check, judge
+from course_utils.generation import generate
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +37,10 @@ def test_what_changes_reports_the_change_measured(tiny_decoder):
     for given in ({}, {"decoder": tiny_decoder()}, {"decoder": tiny_decoder(), "tokens": [1, 2, 3, 4]}):
         result = judge("2.1", CHANGES, **given)
         assert result.state == "passed" and "rounding in float32" in result.sentence
-    assert "logits of 3 earlier ones" in result.sentence
+    assert "In a text of 4 tokens, run with and without the last, the logits of the 3 earlier ones" in str(
+        result
+    )
+    assert "In a text of 12 tokens, " in judge("2.1", CHANGES).sentence
 
 
 def test_what_changes_does_not_call_a_leak_rounding(tiny_decoder):
@@ -54,6 +59,17 @@ def test_what_changes_does_not_call_a_leak_rounding(tiny_decoder):
         ({"earlier outputs change": True}, "The causal mask hides the new token from all earlier ones"),
         ({"q": 0}, "q has one new row: the new token asks once."),
         ({"q": 7}, "q has one new row, not 7: nobody asks an old question again."),
+        ({"q": 9}, "q has one new row, not 9: count tokens, not heads."),
+        ({"v": 3}, "v has one new row, not 3: count tokens, not heads."),
+        (
+            {"q": 5},
+            "q has one new row: the sixth token's. 5 rows: that is how many were there before.",
+        ),
+        (
+            {"k": 5},
+            "k has one new row: the sixth token's. 5 rows: that is how many were there before.",
+        ),
+        ({"k": -1}, "k has one new row: the sixth token's. A number of rows is never negative."),
         ({"k": 0}, "later tokens will look at the new one too"),
         (
             {"v": 7},
@@ -66,6 +82,11 @@ def test_what_changes_does_not_call_a_leak_rounding(tiny_decoder):
 )
 def test_what_changes_names_wrong_answers(change, sentence):
     hears("2.1", CHANGES | change, sentence)
+
+
+def test_what_changes_knows_the_heads_of_the_model_given(tiny_decoder):
+    decoder = tiny_decoder(num_heads=8, num_kv_heads=2)
+    hears("2.1", CHANGES | {"q": 8}, "count tokens, not heads", decoder=decoder)
 
 
 def test_what_changes_half_filled_in_is_not_answered():
@@ -105,10 +126,45 @@ def test_where_am_i_takes_lists_and_tensors(answer):
         (lambda n, m: [n] * m, "each new token has a place of its own"),
         (lambda n, m: [n, n + 9], "gave [3, 12]; wanted [3, 4]"),
         (lambda n, m: n, "should be a list of places; it is 3"),
+        (
+            lambda n, m: [n + i - 1 for i in range(m)],
+            "gave [2, 3], one too small: the cached tokens stand at 0",
+        ),
+        (lambda n, m: [n], "gave [3]: one place per new token, so 2 in all; wanted [3, 4]."),
+        (lambda n, m: list(range(n, n + m + 1)), "gave [3, 4, 5]: one place per new token, so 2 in all"),
+        (lambda n, m: list(range(n, m)), "gave []: range(3, 2) is empty: the stop is length + new."),
+        (lambda n, m: positions(n, m) if n else None, "(0, 4) is None; wanted [0, 1, 2, 3]."),
     ],
 )
 def test_where_am_i_names_wrong_positions(wrong, sentence):
     hears("2.2", (wrong, may_attend), sentence)
+
+
+@pytest.mark.parametrize(
+    "table", [may_attend, lambda n, m: may_attend(n, m).tolist(), lambda n, m: may_attend(n, m)[None, None]]
+)
+def test_where_am_i_sees_a_pair_in_the_wrong_order(table):
+    hears(
+        "2.2",
+        (table, positions),
+        "should be a list of places; is it may_attend? Order: (positions, may_attend).",
+    )
+
+
+def test_where_am_i_with_one_function_only():
+    hears("2.2", positions, "1 thing(s) came. Pass both in brackets: (positions, may_attend).")
+
+
+@pytest.mark.parametrize("missing", [None, lambda n, m: None, lambda n, m: print(end="")])
+def test_where_am_i_half_done(missing):
+    result = judge("2.2", (positions, missing))
+    assert str(result).endswith(
+        "not answered yet. positions is right so far; may_attend returns nothing yet."
+    )
+    assert str(judge("2.2", (missing, may_attend))).endswith(
+        "not answered yet. positions returns nothing yet."
+    )
+    hears("2.2", (lambda n, m: list(range(m)), missing), "positions from 0")
 
 
 def swapped_at_six(n, m):
@@ -134,6 +190,48 @@ def swapped_at_six(n, m):
         ),
         (lambda n, m: torch.ones(m, n + m, dtype=torch.bool).tril(n - 1), "do not see themselves"),
         (lambda n, m: ~may_attend(n, m), "is the other way round"),
+        (
+            lambda n, m: None if m == 1 else may_attend(n, m),
+            "(4, 1) is None: a cache may skip the mask for one token; here write the table, one row of True.",
+        ),
+        (
+            lambda n, m: may_attend(n, m) if n else None,
+            "(0, 4) is None: a cache may skip the mask for a whole text; here write the table",
+        ),
+        (
+            lambda n, m: may_attend(n, m) if n != 6 else None,
+            "(6, 3) is None: write the table for every length",
+        ),
+        (
+            lambda n, m: torch.ones(m, n + m, dtype=torch.bool).tril(),
+            "(3, 2): row 0 is T F F F F, wanted T T T T F. With q = 0 and v = [0, 1, 2, 3, 4] attention gives 0.0",
+        ),
+        (
+            lambda n, m: torch.arange(n + m).expand(m, -1) < n if n else may_attend(n, m),
+            "(3, 2): row 0 is T T T F F, wanted T T T T F: only the cached tokens are seen",
+        ),
+        (
+            lambda n, m: (torch.arange(n + m) < n) | torch.eye(n + m, dtype=torch.bool)[n:],
+            "(3, 2): row 1 is T T T F T, wanted T T T T T: a new token also sees the new ones before it",
+        ),
+        (
+            lambda n, m: may_attend(n, m) & (torch.arange(n + m) >= n),
+            "(3, 2): row 0 is F F F T F, wanted T T T T F: the cached tokens are hidden",
+        ),
+        (
+            lambda n, m: torch.eye(n + m, dtype=torch.bool)[n:],
+            "(3, 2): row 0 is F F F T F, wanted T T T T F: each new token sees only itself",
+        ),
+        (
+            lambda n, m: may_attend(n, m).flip(1),
+            "(3, 2): row 0 is F T T T T, wanted T T T T F: the table is mirrored",
+        ),
+        (
+            lambda n, m: may_attend(n, m).flip(0),
+            "(3, 2): row 0 is T T T T T, wanted T T T T F: the rows are upside down",
+        ),
+        (lambda n, m: may_attend(n, m).flip(0, 1), "the table is turned round"),
+        (lambda n, m: may_attend(n, m).T, "the table lies on its side, a row is a new token; wanted (2, 5)"),
         (lambda n, m: may_attend(n, m)[:, n:], "the 3 cached tokens are missing"),
         (lambda n, m: may_attend(0, n + m), "has a row for every token; only the new ones ask, 2 of them"),
         (lambda n, m: torch.where(may_attend(n, m), 0.0, -torch.inf), "should hold True and False"),
@@ -143,7 +241,7 @@ def swapped_at_six(n, m):
         ),
         (
             lambda n, m: may_attend(n, m) & (torch.arange(n + m) > 0),
-            "attention gives 2.5 for one new token and [2.0, 2.5] for two; wanted 2.0",
+            "(3, 2): row 0 is F T T T F, wanted T T T T F.",
         ),
         (lambda n, m: "x", "should be a table of True and False"),
         (swapped_at_six, "may_attend(6, 3)"),
@@ -151,7 +249,7 @@ def swapped_at_six(n, m):
 )
 def test_where_am_i_names_wrong_tables(wrong, sentence):
     if wrong is swapped_at_six:
-        sentence = "swapped_at_six(6, 3) gave"
+        sentence = "swapped_at_six(6, 3): row 0 is T T T T T T T T T, wanted T T T T T T T F F"
     hears("2.2", (positions, wrong), sentence)
 
 
@@ -174,6 +272,12 @@ def kv_bytes(layers, kv_heads, head_dim, tokens, bytes_per_value, sequences=1):
 @pytest.mark.parametrize("right", [kv_bytes, lambda *a, **k: float(kv_bytes(*a, **k))])
 def test_bill_passes(right):
     check("2.3", right, strict=True)
+    assert judge("2.3", right).sentence == "No query head and no MLP parameter appears in the bill."
+
+
+def test_bill_and_outweighs_want_functions_by_the_names_of_the_notebook():
+    hears("2.3", 23_040_000, "bill should be a function; it is 23040000.")
+    hears("2.4", 25_705, "equal_at should be a function; it is 25705.")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +291,32 @@ def test_bill_passes(right):
         ),
         (lambda *a, **k: 8 * kv_bytes(*a, **k), "eight times 23,040,000: those are bits"),
         (lambda l, h, d, n, b, sequences=1: kv_bytes(l, h, d, n, b), "the bill of one sequence"),
+        (
+            lambda l, h, d, n, b, sequences=1: kv_bytes(l, h, d, n, 1, sequences),
+            "(30, 3, 64, 1_000, 4) gave 11,520,000, a quarter of 46,080,000: each value takes bytes_per_value bytes.",
+        ),
+        (
+            lambda l, h, d, n, b, sequences=1: kv_bytes(l, h, d, n, 2, sequences),
+            "(30, 3, 64, 1_000, 4) gave 23,040,000, half of 46,080,000: each value takes bytes_per_value bytes.",
+        ),
+        (
+            lambda l, h, d, n, b, sequences=1: l * h * d * n * sequences,
+            "(30, 3, 64, 1_000, 4) gave 5,760,000; wanted 46,080,000: each value takes bytes_per_value bytes.",
+        ),
+        (
+            lambda l, h, d, n, b, sequences=1: kv_bytes(l, h, d, 1, b),
+            "gave 23,040; wanted 23,040,000. That is the",
+        ),
+        (
+            lambda l, h, d, n, b, sequences=1: kv_bytes(l, h, d, 1, b),
+            "the bill of one token; every token held",
+        ),
+        (lambda l, h, d, n, b, sequences=1: kv_bytes(l, h, 1, n, b), "as if a key were one number; each key"),
+        (lambda l, h, d, n, b, sequences=1: kv_bytes(l, 1, d, n, b), "one KV head's share; every KV head"),
+        (
+            lambda l, h, d, n, b, sequences=1: kv_bytes(l, h, d, n, b) // sequences,
+            "divided by sequences; each sequence has a cache of its own: multiply by them.",
+        ),
         (lambda l, *a, **k: kv_bytes(1, *a, **k), "one layer's share"),
         (lambda *a, **k: kv_bytes(*a, **k) / 2**20, "that is in MiB; bytes are wanted, 23,040,000"),
         (lambda *a, **k: kv_bytes(*a, **k) + 1, "gave 23,040,001; wanted 23,040,000"),
@@ -230,6 +360,10 @@ def test_outweighs_passes_rounded_down():
             "gave 25,705, the tokens of all sequences together; 8 share them, 3,213 each",
         ),
         (lambda w, b, sequences=1: w // b * sequences, "more sequences fill the memory sooner"),
+        (
+            lambda w, b, sequences=1: (w - 1) // (b * sequences),
+            "(1_000, 10, sequences=2) gave 49; with 50 both weigh the same, and equal is still not more: wanted 50.",
+        ),
         (lambda w, b, sequences=1: b // w, "not the other way round"),
         (lambda w, b, sequences=1: 2 * w // b // sequences, "gave 51,410; wanted 25,705"),
     ],
@@ -326,8 +460,72 @@ def allows_negative(cache, length):
     cache.length = length
 
 
+def removes_instead(cache, length):
+    cache.length -= length
+
+
+def counts_back_from_nothing(cache, length):
+    cache.length = -(cache.length - length)
+
+
+def always_empty(cache, length):
+    cache.length = 0
+
+
+def zeroes_everything(cache, length):
+    for tensor in kept(cache):
+        tensor.zero_()
+    truncate(cache, length)
+
+
+def cuts_the_list_of_layers(cache, length):
+    truncate(cache, length)
+    cache.keys = cache.keys[:length]
+
+
+def refuses_zero(cache, length):
+    if not 0 < length <= cache.length:
+        raise ValueError(f"{length} of {cache.length}")
+    cache.length = length
+
+
+def skips_zero(cache, length):
+    if length:
+        truncate(cache, length)
+
+
+def asks_the_cache(cache, length):
+    cache.truncate(length)
+
+
+def wants_its_len(cache, length):
+    if length > len(cache):
+        raise ValueError
+
+
+def only_a_local_name(cache, length):
+    length = min(length, cache.length)
+
+
+def names(text):
+    def truncate(cache, length):
+        if not 0 <= length <= cache.length:
+            raise ValueError(text.format(length=length, held=cache.length))
+        cache.length = length
+
+    return truncate
+
+
+@pytest.mark.parametrize(
+    "text", ["{length}: 0-{held}", "truncate({length}) of {held}.", "[0,{held}],{length}"]
+)
+def test_take_it_back_finds_the_numbers_in_any_text(text):
+    check("2.5", names(text), strict=True)
+
+
 def test_take_it_back_passes():
     check("2.5", truncate, strict=True)
+    check("2.5", kv_cache.StaticKVCache.truncate, strict=True)
     result = judge("2.5", zeroes_what_is_cut)
     assert result.state == "passed" and "Zeros behind the new length are not needed" in result.sentence
 
@@ -353,7 +551,29 @@ def test_take_it_back_passes():
             allows_negative,
             "truncate(cache, -1) on a cache of 10 tokens was accepted; a length is never negative",
         ),
-        (lambda cache, length: cache.nothing, "raised AttributeError"),
+        (
+            removes_instead,
+            "left 0; wanted 10. `length` is how many tokens stay, not how many go.",
+        ),
+        (counts_back_from_nothing, "should keep all 10: −0 emptied it"),
+        (always_empty, "truncate(cache, 10) on a cache of 10 tokens left 0; wanted 10."),
+        (zeroes_everything, "changed keys or values; it should leave all as it is"),
+        (cuts_the_list_of_layers, "left 1 of 2 layers: cache.keys and cache.values are lists of layers"),
+        (
+            refuses_zero,
+            "truncate(cache, 0) on a cache of 10 tokens raised ValueError: 0 of 10. It can keep 0 to 10",
+        ),
+        (skips_zero, "After truncate(cache, 0) the length is still 10: set cache.length."),
+        (only_a_local_name, "After truncate(cache, 7) the length is still 10: set cache.length."),
+        (names("not 111 of {held}"), "the text should name 11 and 10: 'not 111 of 10'"),
+        (names("{length} of 100"), "the text should name 11 and 10: '11 of 100'"),
+        (
+            asks_the_cache,
+            "asks for cache.truncate. This cache has only keys, values and length; write what truncate does.",
+        ),
+        (wants_its_len, "object of type 'PreallocatedCache' has no len()."),
+        (lambda cache, length: cache.nothing, "asks for cache.nothing. This cache has only keys, values and"),
+        (lambda cache, length: 1 / 0, "raised ZeroDivisionError"),
     ],
 )
 def test_take_it_back_names_wrong_answers(wrong, sentence):
@@ -381,6 +601,7 @@ def test_take_it_back_stub_is_not_answered():
 
 def fork(cache, n):
     twin = copy.copy(cache)
+    twin.rows = n
     twin.keys = [k.repeat(n, 1, 1, 1) for k in cache.keys]
     twin.values = [v.repeat(n, 1, 1, 1) for v in cache.values]
     return twin
@@ -423,6 +644,78 @@ def then(change):
     return continue_all
 
 
+def opened(decoder, prompt):
+    cache = kv_cache.KVCache(decoder.config)
+    decoder(torch.tensor([prompt]), cache)
+    return cache
+
+
+def by_batch(first=lambda t: t[:, None], step=lambda found, logits: logits.argmax(-1, keepdim=True)):
+    """The batched loop; ``first`` shapes the first tokens, ``step`` what is fed next."""
+
+    def continue_all(decoder, prompt, first_tokens, new):
+        branches = fork(opened(decoder, prompt), len(first_tokens))
+        fed = first(torch.tensor(first_tokens))
+        found = [torch.tensor(first_tokens)[:, None]]
+        for _ in range(new - 1):
+            logits = decoder(fed, branches)[:, -1]
+            fed = step(found, logits)
+            found.append(logits.argmax(-1, keepdim=True))
+        return torch.cat(found, dim=1).tolist()
+
+    return continue_all
+
+
+def feeds_all_so_far(found, logits):
+    return torch.cat([*found, logits.argmax(-1, keepdim=True)], dim=1)
+
+
+def prompt_without_dimension(decoder, prompt, first_tokens, new):
+    decoder(torch.tensor(prompt), kv_cache.KVCache(decoder.config))
+
+
+def row_without_fork(decoder, prompt, first_tokens, new):
+    cache, fed = opened(decoder, prompt), torch.tensor([first_tokens])
+    found = [fed]
+    for _ in range(new - 1):
+        fed = decoder(fed, cache)[:, -1].argmax(-1, keepdim=True)
+        found.append(fed)
+    return torch.cat(found, dim=1).tolist()
+
+
+def generates_from(whole_text, forked=True):
+    def continue_all(decoder, prompt, first_tokens, new):
+        cache, rows = opened(decoder, prompt), []
+        for first in first_tokens:
+            text = [*prompt, first] if whole_text else [first]
+            own = cache.fork(1) if forked else cache
+            rows.append([first, *generate(decoder, text, new - 1, cache=own)])
+        return rows
+
+    return continue_all
+
+
+def one_cache_for_all(decoder, prompt, first_tokens, new):
+    cache, rows = opened(decoder, prompt), []
+    for token in first_tokens:
+        row = [token]
+        while len(row) < new:
+            row.append(decoder(torch.tensor([row[-1:]]), cache)[0, -1].argmax().item())
+        rows.append(row)
+    return rows
+
+
+def plain(decoder, prompt, first_tokens, new):
+    text = torch.tensor([[*prompt, first] for first in first_tokens])
+    for _ in range(new - 1):
+        text = torch.cat((text, decoder(text)[:, -1].argmax(-1, keepdim=True)), dim=1)
+    return text[:, len(prompt) :].tolist()
+
+
+def without_first(decoder, prompt, first_tokens, new):
+    return [row[1:] for row in roads()(decoder, prompt, first_tokens, new + 1)]
+
+
 def shares_lists(cache, n):
     twin = copy.copy(cache)
     for layer, (k, v) in enumerate(zip(cache.keys, cache.values, strict=True)):
@@ -456,26 +749,85 @@ def empty_rows(cache, n):
 
 def expands(cache, n):
     twin = copy.copy(cache)
+    twin.rows = n
     twin.keys = [k.expand(n, -1, -1, -1) for k in cache.keys]
     twin.values = [v.expand(n, -1, -1, -1) for v in cache.values]
     return twin
 
 
-class Buffered(_Growing):
-    """A chapter's cache may hold more than keys and values."""
-
-    def __init__(self, config, rows=1):
-        super().__init__(config)
-        self.rows = rows
+def forgets_rows(cache, n):
+    twin = fork(cache, n)
+    twin.rows = cache.rows
+    return twin
 
 
-@pytest.mark.parametrize("forking", [fork, expands])
-@pytest.mark.parametrize("given", [{}, {"cache_class": Buffered}])
+def shares_values(cache, n):
+    twin = fork(cache, n)
+    twin.values = expands(cache, n).values
+    return twin
+
+
+def one_layer_only(cache, n):
+    twin = fork(cache, n)
+    twin.keys = twin.keys[:1]
+    return twin
+
+
+def repeats_tokens(cache, n):
+    twin = copy.copy(cache)
+    twin.keys = [k.repeat(1, 1, n, 1) for k in cache.keys]
+    twin.values = [v.repeat(1, 1, n, 1) for v in cache.values]
+    return twin
+
+
+KV = {"cache_class": kv_cache.KVCache}
+
+
+@pytest.mark.parametrize(("forking", "given"), [(fork, {}), (fork, KV), (kv_cache.KVCache.fork, KV)])
 def test_many_roads_passes(forking, given):
     check("2.6", (forking, roads()), strict=True, **given)
-    result = judge("2.6", (fork, roads()), **given)
+    result = judge("2.6", (forking, roads()), **given)
     assert "24 tokens fed, where three separate runs feed 48" in result.sentence
-    check("2.6", (fork, feeds_the_last_one_too), strict=True)
+    check("2.6", (forking, feeds_the_last_one_too), strict=True, **given)
+    check("2.6", forking, roads(), strict=True, **given)  # brackets forgotten
+
+
+def test_many_roads_passes_one_road_after_the_other():
+    def continue_all(decoder, prompt, first_tokens, new):
+        cache = kv_cache.KVCache(decoder.config)
+        decoder(torch.tensor([prompt]), cache)
+        return [
+            [first, *generate(decoder, [*prompt, first], new - 1, cache=cache.fork(1))]
+            for first in first_tokens
+        ]
+
+    check("2.6", (fork, continue_all), strict=True, **KV)
+
+
+def test_many_roads_half_done():
+    result = judge("2.6", (fork, None))
+    assert str(result).endswith("not answered yet. fork is right so far; continue_all returns nothing yet.")
+    hears("2.6", fork, "Pass both in brackets: (fork, continue_all).")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (forgets_rows, "fork(cache, 3).rows is 1; wanted 3"),
+        (
+            expands,
+            "reaches the parent and the other rows: they share memory. repeat copies the numbers, expand does",
+        ),
+        (
+            shares_values,
+            "A number written into row 0 of fork(cache, 3) reaches the parent and the other rows",
+        ),
+        (repeats_tokens, "repeats the tokens: its keys have the shape (1, 2, 15, 8); rows are dimension 0."),
+        (one_layer_only, "has 1 tensors in its keys and 2 in its values; wanted 2, one a layer"),
+    ],
+)
+def test_many_roads_names_wrong_forks_of_the_chapters_cache(wrong, sentence):
+    hears("2.6", (wrong, roads()), sentence, **KV)
 
 
 @pytest.mark.parametrize(
@@ -512,7 +864,50 @@ def test_many_roads_names_a_parent_that_was_changed_by_forking():
         (roads(order=-1), "The rows are mixed"),
         (roads(pick=lambda logits: logits[:1].argmax(-1).expand(3)[:, None]), "The rows are mixed"),
         (roads(pick=lambda logits: logits.argmin(-1, keepdim=True)), "After first token 17 came"),
-        (then(lambda rows, prompt: [row[1:] for row in rows]), "The first tokens are missing"),
+        (
+            then(lambda rows, prompt: [row[1:] for row in rows]),
+            "the first token itself is missing in front; with it, a list holds 5 tokens.",
+        ),
+        (without_first, "the first token itself is missing in front"),
+        (
+            then(lambda rows, prompt: [[9, *row[1:]] for row in rows]),
+            "should start with the first token given, 17",
+        ),
+        (
+            then(lambda rows, prompt: list(zip(*rows, strict=True))),
+            "lies on its side: one list per first token.",
+        ),
+        (plain, "the prompt went through the model more than once"),
+        (
+            by_batch(step=feeds_all_so_far),
+            "42 tokens were fed where 24 are enough: the prompt (12) once, then one token per road and step. "
+            "Feed only each road's newest token.",
+        ),
+        (
+            by_batch(step=lambda found, logits: found[0]),
+            "It is right up to token 2: was the newest token fed?",
+        ),
+        (
+            by_batch(step=lambda found, logits: logits.argmax(-1)),
+            "got shape (3,). The first tokens go in as a column, one per row: shape (3, 1). "
+            "So do the later ones: argmax(-1, keepdim=True).",
+        ),
+        (
+            by_batch(first=lambda t: t),
+            "got shape (3,). The first tokens go in as a column, one per row: shape (3, 1).",
+        ),
+        (
+            by_batch(first=lambda t: t[None]),
+            ". The first tokens go in as a column, one per row: shape (3, 1).",
+        ),
+        (row_without_fork, "gave 1 continuations for 3 first tokens. The first tokens go in as a column"),
+        (prompt_without_dimension, "got shape (12,). The prompt goes in as one row: shape (1, 12)."),
+        (
+            generates_from(whole_text=False),
+            "generate wants the whole text, prompt + first token, and feeds what the cache lacks.",
+        ),
+        (generates_from(whole_text=True, forked=False), "a road sees another road's tokens: use a fork."),
+        (one_cache_for_all, "a road sees another road's tokens: use a fork."),
         (then(lambda rows, prompt: [prompt + row for row in rows]), "the prompt is not part of them"),
         (
             then(lambda rows, prompt: [row[:-1] for row in rows]),
@@ -524,6 +919,7 @@ def test_many_roads_names_a_parent_that_was_changed_by_forking():
 )
 def test_many_roads_names_wrong_continuations(wrong, sentence):
     hears("2.6", (fork, wrong), sentence)
+    assert ".." not in str(judge("2.6", (fork, wrong)))
 
 
 def test_roads_of_the_check_differ_from_each_other():
