@@ -1,4 +1,4 @@
-"""Guesses before a measurement, records after it, verdicts at the end of a chapter (COURSE 7.3 and 7.5).
+"""Guesses before a measurement, records after it, verdicts at the end of a chapter.
 
 Whatever is shown goes out as one output with three faces: HTML for the page, plain text for terminals and screen
 readers, and ``application/vnd.llm-course+json`` for the command that collects the results of a run.

@@ -1,4 +1,4 @@
-"""Checks of the exercises (COURSE 7.1): ``check("2.3", answer)`` says in one sentence what is right or wrong.
+"""Checks of the exercises: ``check("2.3", answer)`` says in one sentence what is right or wrong.
 
 The order of judgement is the same everywhere: is it answered · right type and shape · a known wrong answer, with its
 own sentence · one failing input with what came and what was wanted · passed, with one sentence of what it means.

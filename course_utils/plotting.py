@@ -383,7 +383,7 @@ def _chapter(chapter: int) -> tuple:
 
 
 def seam_strip(chapter: int) -> None:
-    """Show tokens → decoder → logits with the four seams, this chapter's filled (DESIGN's strip).
+    """Show tokens → decoder → logits with the four seams, this chapter's filled.
 
     Raises ValueError for a chapter other than 1 to 4.
     """

@@ -1,4 +1,4 @@
-"""Explorers (COURSE 7.2): pictures with a few controls, and the same pictures side by side where nobody can turn them.
+"""Explorers: pictures with a few controls, and the same pictures side by side where nobody can turn them.
 
 An :class:`Explorer` has three layers: ``figure(**settings)`` draws one state and knows nothing of widgets, ``twin()``
 draws chosen states side by side with the same function, ``show()`` puts controls above the twin where a front end is
@@ -441,7 +441,7 @@ def _memory(count: int) -> str:
 def kv_cache_explorer(
     config: DecoderConfig, *, step_work: Callable | None = None, kv_bytes: Callable | None = None
 ) -> Explorer:
-    """Chapter 2's explorer "One more token" for a model of this configuration (COURSE 4.6); counts only, no model.
+    """Chapter 2's explorer "One more token" for a model of this configuration; counts only, no model.
 
     Settings: token (1 to 32), cache (bool), group (query heads per KV head), bytes_per_value (4, 2, 1). With another
     group the whole count is of a model built that way: its k and v projections shrink and grow too.
