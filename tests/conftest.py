@@ -110,6 +110,25 @@ def real_model():
         pytest.skip(f"the real checkpoint is not here and cannot be had: {str(error).splitlines()[0]}")
 
 
+@pytest.fixture
+def outputs():
+    """Run code in a fresh IPython shell; returns the outputs it displayed, the last expression's included."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    shell = InteractiveShell.instance()
+    shell.history_manager.enabled = False
+
+    def run(code: str):
+        with capture_output() as captured:
+            result = shell.run_cell(code, store_history=True)
+        result.raise_error()
+        return captured.outputs
+
+    yield run
+    InteractiveShell.clear_instance()
+
+
 _hub_requests: list[str] = []
 
 

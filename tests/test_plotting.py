@@ -33,21 +33,9 @@ def _same_settings():
 
 
 @pytest.fixture
-def outputs():
-    """Run code in a fresh IPython shell; returns what it displayed."""
-    from IPython.core.interactiveshell import InteractiveShell
-    from IPython.utils.capture import capture_output
-
-    shell = InteractiveShell.instance()
-    shell.history_manager.enabled = False
-
-    def run(code: str):
-        with capture_output() as captured:
-            shell.run_cell("from course_utils import plotting\n" + code).raise_error()
-        return captured.outputs
-
-    yield run
-    InteractiveShell.clear_instance()
+def outputs(outputs):
+    """What a line of code displays, ``plotting`` imported before it."""
+    return lambda code: outputs("from course_utils import plotting\n" + code)
 
 
 def raw(shown) -> bytes:
