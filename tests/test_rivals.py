@@ -58,7 +58,7 @@ def test_missing_and_unknown_tensors_are_named(tiny_decoder, monkeypatch):
     """Nothing stays empty in silence: neither a layer that was replaced nor a name that the library has changed."""
     decoder = tiny_decoder(qkv_bias=True)
     monkeypatch.setattr(
-        rivals,
+        rivals.generate,
         "tensor_names",
         lambda config: {
             ours: tuple(name.replace("o_proj", "out_proj") for name in theirs)

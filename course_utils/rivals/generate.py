@@ -1,7 +1,4 @@
-"""The libraries the course races against, each behind a thin wrapper with a test on the installed version.
-
-They are imported when called, never before: the course runs without them.
-"""
+"""transformers: the very weights of a decoder in the library's own model, and its ``generate``."""
 
 from __future__ import annotations
 
