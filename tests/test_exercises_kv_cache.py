@@ -9,7 +9,8 @@ import torch
 
 from course_utils.chapters import kv_cache
 from course_utils.decoder import Cache
-from course_utils.exercises import _alone, _Counting, _Growing, _tiny_config, _with_weights, check, judge
+from course_utils.exercises import check, judge
+from course_utils.exercises.kv_cache import _alone, _Counting, _Growing, _tiny_config, _with_weights
 from course_utils.generation import generate
 
 

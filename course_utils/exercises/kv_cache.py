@@ -1,246 +1,28 @@
-"""Checks of the exercises: ``check("2.3", answer)`` says in one sentence what is right or wrong.
-
-The order of judgement is the same everywhere: is it answered · right type and shape · a known wrong answer, with its
-own sentence · one failing input with what came and what was wanted · passed, with one sentence of what it means.
-
-A chapter adds a check with a function that raises :class:`Wrong` or :class:`Unanswered`, or returns that last sentence::
-
-    @exercise("2.3", "The bill")
-    def _bill(answer, **given) -> str: ...
-"""
+"""The checks of chapter 2's exercises: what a cache must promise, its bill, taking tokens back, forking it."""
 
 from __future__ import annotations
 
-import dis
 import functools
-import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from html import escape
 
 import torch
 from torch import Tensor
 
-from course_utils.claims import emit, html_table, text_table
 from course_utils.decoder import Cache, Decoder, DecoderConfig, attention
-
-PASSED, WRONG, UNANSWERED = "passed", "not right yet", "not answered yet"
-_SYMBOLS = {PASSED: "✓", WRONG: "✗", UNANSWERED: "○"}
-
-
-class Wrong(Exception):
-    """The answer is not right; the text is the sentence the learner reads."""
-
-
-class Unanswered(Exception):
-    """There is no answer yet: None, or a stub."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """One judgement: the exercise, its state (PASSED, WRONG or UNANSWERED) and one sentence."""
-
-    id: str
-    state: str
-    sentence: str
-
-    def __str__(self) -> str:
-        return f"{_SYMBOLS[self.state]} Exercise {self.id}: {self.state}. {self.sentence}".strip()
-
-
-@dataclass(frozen=True)
-class Exercise:
-    id: str
-    title: str
-    judge: Callable[..., str]
-
-
-EXERCISES: dict[str, Exercise] = {}
-_results: dict[str, Result] = {}
-
-
-def exercise(id: str, title: str) -> Callable:
-    """Register the decorated function as the check of exercise ``id``, such as "2.3"."""
-
-    def register(judge: Callable[..., str]) -> Callable[..., str]:
-        EXERCISES[id] = Exercise(id, title, judge)
-        return judge
-
-    return register
-
-
-def check(id: str, answer=None, *more, strict: bool = False, **given) -> None:
-    """Judge an answer and show the result; what ``answer`` is stands in the exercise's text.
-
-    Two functions given without brackets count as a pair.
-    Never raises in a notebook: an exercise without an answer is "not answered yet", so that all cells can be run.
-    ``strict=True`` (tests) raises AssertionError unless the answer passes.
-    """
-    result = judge(id, (answer, *more) if more else answer, **given)
-    _results[id] = result
-    symbol, sentence = _SYMBOLS[result.state], escape(result.sentence)
-    html = f"<div><b>{symbol} Exercise {escape(id)}: {result.state}.</b> {sentence}</div>"
-    emit(
-        html, str(result), {"kind": "exercise", "id": id, "state": result.state, "sentence": result.sentence}
-    )
-    if strict and result.state != PASSED:
-        raise AssertionError(str(result))
-
-
-def judge(id: str, answer=None, **given) -> Result:
-    """The judgement of ``check`` without showing it. Raises nothing an answer could cause."""
-    if id not in EXERCISES:
-        known = ", ".join(sorted(EXERCISES, key=_order))
-        return Result(id, WRONG, f"There is no exercise {id!r}; the course has {known}.")
-    try:
-        if _is_missing(answer):
-            raise Unanswered
-        return Result(id, PASSED, EXERCISES[id].judge(answer, **given))
-    except Unanswered as missing:
-        return Result(id, UNANSWERED, str(missing) or "Write your answer above and run the cell again.")
-    except Wrong as wrong:
-        return Result(id, WRONG, str(wrong))
-    except Exception as error:  # whatever a learner's code does must not stop the notebook
-        return Result(id, WRONG, f"The check stopped with {_named(error)}.")
-
-
-def summary(chapter: int | None = None) -> None:
-    """Show the exercises of a chapter (None: of all chapters met in this session) with their states, and the count."""
-    met = {id.split(".")[0] for id in _results if id in EXERCISES} if chapter is None else {str(chapter)}
-    chosen = [EXERCISES[id] for id in sorted(EXERCISES, key=_order) if not met or id.split(".")[0] in met]
-    states = [_results[e.id].state if e.id in _results else UNANSWERED for e in chosen]
-    rows = [(e.id, e.title, f"{_SYMBOLS[state]} {state}") for e, state in zip(chosen, states, strict=True)]
-    head = ("exercise", "title", "state")
-    count = f"{states.count(PASSED)} of {len(chosen)} solved"
-    html = f"{html_table(head, [[escape(cell) for cell in row] for row in rows])}<p><b>{count}</b></p>"
-    fields = {"kind": "exercises", "solved": states.count(PASSED), "of": len(chosen)}
-    emit(html, f"{text_table(head, rows)}\n{count}", fields)
-
-
-def reset() -> None:
-    """Forget all results of this process."""
-    _results.clear()
-
-
-# --- for the checks --------------------------------------------------------------------------------------------------
-
-
-def call(function: Callable, *args, **kwargs):
-    """What the learner's function returns. Nothing returned counts as not answered, an exception as wrong."""
-    try:
-        returned = function(*args, **kwargs)
-    except NotImplementedError:
-        raise Unanswered from None
-    except Exception as error:
-        raise Wrong(f"{said(function, *args, **kwargs)} raised {_named(error)}.") from None
-    if returned is None:
-        raise Unanswered(f"{said(function, *args, **kwargs)} returns nothing yet.")
-    return returned
-
-
-def said(function: Callable, *args, **kwargs) -> str:
-    """A call as one would write it: ``kv_bytes(30, 3, 64, 1_000, 2)``."""
-
-    def shown(value) -> str:
-        if isinstance(value, int):
-            return f"{value:_}"
-        return repr(value) if len(repr(value)) <= 60 else "…"
-
-    parts = [shown(value) for value in args] + [f"{name}={shown(value)}" for name, value in kwargs.items()]
-    return f"{getattr(function, '__name__', 'your function')}({', '.join(parts)})"
-
-
-def functions(answer, *names: str) -> tuple[Callable, ...]:
-    """The answer as functions of these names; Wrong where it is something else.
-
-    One that is missing is Unanswered; of several, a missing one comes as a function that returns nothing, so that
-    the others are judged (:func:`in_order`).
-    """
-    found = answer if isinstance(answer, (tuple, list)) else (answer,)
-    wanted = names[0] if len(names) == 1 else f"({', '.join(names)})"
-    if len(found) != len(names):
-        way_out = f" Pass both in brackets: {wanted}." if len(names) == 2 else ""
-        raise Wrong(f"The answer should be {wanted}; {len(found)} thing(s) came.{way_out}")
-    for name, function in zip(names, found, strict=True):
-        if not (_is_missing(function) or callable(function)):
-            raise Wrong(f"{name} should be a function; it is {function!r}.")
-    if len(names) == 1 and _is_missing(found[0]):
-        raise Unanswered
-    return tuple(function if callable(function) else _returns_nothing for function in found)
-
-
-def in_order(*parts: tuple[str, Callable[[], object]]):
-    """Judge (name, judgement) one after the other; the last one's result. A missing part is said with those right."""
-    right = []
-    for name, judgement in parts:
-        try:
-            result = judgement()
-        except Unanswered:
-            so_far = f"{', '.join(right)} is right so far; " if right else ""
-            raise Unanswered(f"{so_far}{name} returns nothing yet.") from None
-        right.append(name)
-    return result
-
-
-def whole(value, where: str) -> int:
-    """``value`` as int; Wrong where it is no whole number."""
-    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise Wrong(f"{where} should be a whole number; it is {value!r}.")
-    if value != int(value):
-        raise Wrong(f"{where} gave {value:,.2f}; a whole number is wanted.")
-    return int(value)
-
-
-def _is_missing(answer) -> bool:
-    """Whether it is None, ``...``, a stub, or a tuple, list or dict that still holds one of them.
-
-    A tuple in which one function is written has begun: :func:`functions` tells what is missing.
-    """
-    if isinstance(answer, dict):
-        return any(_is_missing(part) for part in answer.values())
-    if isinstance(answer, (tuple, list)):
-        begun = any(callable(part) and not _is_missing(part) for part in answer)
-        return not begun and any(_is_missing(part) for part in answer)
-    return answer is None or answer is ... or inspect.isfunction(answer) and _is_stub(answer)
-
-
-def _returns_nothing(*args, **kwargs) -> None:
-    """Stands in for a function that was not given."""
-
-
-def _is_stub(function: Callable) -> bool:
-    """Whether the body is only ``pass``, ``...``, a docstring or ``return None``."""
-    idle = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
-    return all(
-        i.opname in idle and (i.opname == "RESUME" or i.argval is None)
-        for i in dis.get_instructions(function)
-    )
-
-
-def _named(error: BaseException) -> str:
-    text = str(error).strip()
-    return (
-        f"{type(error).__name__}: {text.splitlines()[0].removesuffix('.')}" if text else type(error).__name__
-    )
-
-
-def _order(id: str) -> list:
-    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in id.split(".")]
-
-
-@contextmanager
-def _one_thread():
-    """Tiny matrices on several threads spend their time waiting for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+from course_utils.exercises.core import (
+    Unanswered,
+    Wrong,
+    call,
+    exercise,
+    functions,
+    in_order,
+    named,
+    one_thread,
+    said,
+    whole,
+)
 
 
 @functools.cache
@@ -254,9 +36,6 @@ def _with_weights(decoder: Decoder) -> Decoder:
     for name, parameter in decoder.requires_grad_(False).named_parameters():
         parameter.normal_(1.0 if "norm" in name else 0.0, 0.25, generator=generator)
     return decoder.eval()
-
-
-# --- chapter 2: KV cache ---------------------------------------------------------------------------------------------
 
 
 @exercise("2.1", "What changes?")
@@ -632,7 +411,7 @@ def _take_it_back(answer, **given) -> str:
     (truncate,) = functions(answer, "truncate")
     decoder = _with_weights(Decoder(_tiny_config()))
     tokens = [(5 * i + 2) % 61 for i in range(10)]
-    with torch.inference_mode(), _one_thread():
+    with torch.inference_mode(), one_thread():
         _keeps_all(truncate, decoder, tokens)
         zeroed = _keeps_seven(truncate, decoder, tokens)
         for length in (1, 0):  # fewer than layers: a cut through the list of layers shows
@@ -664,14 +443,14 @@ def _cut(truncate: Callable, cache: _Preallocated, length: int):
     except NotImplementedError:
         raise Unanswered from None
     except ValueError as error:
-        raise Wrong(f"{where} raised {_named(error)}. It can keep 0 to {held} tokens.") from None
+        raise Wrong(f"{where} raised {named(error)}. It can keep 0 to {held} tokens.") from None
     except Exception as error:
         if isinstance(error, AttributeError) and error.obj is cache:
             raise Wrong(
                 f"truncate(cache, {length}) asks for cache.{error.name}. This cache has only keys, values and length; "
                 "write what truncate does."
             ) from None
-        raise Wrong(f"{where} raised {_named(error)}.") from None
+        raise Wrong(f"{where} raised {named(error)}.") from None
 
 
 def _keeps_all(truncate: Callable, decoder: Decoder, tokens: list[int]) -> None:
@@ -762,7 +541,7 @@ def _refuses(truncate: Callable, decoder: Decoder, tokens: list[int]) -> None:
                     f"{call_text} raises, but the text should name {length} and 10: {str(error)!r}."
                 ) from None
         except Exception as error:
-            raise Wrong(f"{call_text} raised {_named(error)}; a ValueError is wanted.") from None
+            raise Wrong(f"{call_text} raised {named(error)}; a ValueError is wanted.") from None
         else:
             why = "it would read a place nobody wrote" if length > 0 else "a length is never negative"
             raise Wrong(f"{call_text} was accepted; {why}. Raise a ValueError that names {length} and 10.")
@@ -810,7 +589,7 @@ class _Counting(Decoder):
 def _many_roads(answer, cache_class: Callable | None = None, **given) -> str:
     fork, continue_all = functions(answer, "fork", "continue_all")
     decoder = _with_weights(_Counting(_tiny_config()))
-    with torch.inference_mode(), _one_thread():
+    with torch.inference_mode(), one_thread():
         fed = in_order(
             ("fork", lambda: _judge_fork(fork, decoder, cache_class or _Growing)),
             ("continue_all", lambda: _judge_continuations(continue_all, decoder)),
@@ -839,7 +618,7 @@ def _judge_fork(fork: Callable, decoder: Decoder, cache_class: Callable) -> None
         try:
             decoder(torch.tensor(step), child)
         except Exception as error:
-            raise Wrong(f"Feeding three rows to fork(cache, 3) raised {_named(error)}.") from None
+            raise Wrong(f"Feeding three rows to fork(cache, 3) raised {named(error)}.") from None
     _parent_is_as_before(parent, before)
 
 
