@@ -240,6 +240,8 @@ def course_curve(
     marks: Sequence[tuple[float, str, str]] = (),
     knee: float | None = None,
     title: str = "Feeding more rows: where does the time start to climb?",
+    label: str = "measured",
+    other: tuple[Sequence[int], Sequence[float], str] | None = None,
 ) -> Figure:
     """The course's one curve: milliseconds per forward against the rows fed in it, both axes logarithmic.
 
@@ -250,6 +252,11 @@ def course_curve(
             one symbol are a move: an arrow leads from the first to the second.
         knee: rows at which the two terms of the roofline meet.
         title: what to see.
+        label: of the measured curve.
+        other: a second measured curve as (rows, seconds, label), and the move ① from the first to it, drawn where both
+            feed fewest rows: what chapter 1 changes.
+
+    Raises ValueError where the two curves have no number of rows in common.
     """
     rows, seconds = np.asarray(rows, dtype=float), np.asarray(seconds, dtype=float)
     fig, ax = figure()
@@ -259,15 +266,24 @@ def course_curve(
         dense, ideal = _roofline(rows, predicted)
         lines(ax, dense, ideal * 1e3, color="grey", label="idealised: two straight limits", predicted=True)
     scaled = None if spread is None else np.asarray(spread, dtype=float) * 1e3
-    lines(ax, rows, seconds * 1e3, scaled, label="measured", color="blue")
+    lines(ax, rows, seconds * 1e3, scaled, label=label, color="blue")
+    ms, moves = seconds * 1e3, _moves(rows, seconds * 1e3, marks)
+    if other is not None:
+        other = (other[0], np.asarray(other[1], dtype=float) * 1e3, other[2])
+        lines(ax, *other[:2], label=other[2], color="green")
+        moves = _lowering(rows, ms, label, other) | moves
+        ms = np.concatenate((ms, other[1]))
     if knee is not None and math.isfinite(knee):
         _draw_knee(ax, knee, rows)
-    _draw_marks(ax, rows, seconds * 1e3, marks)
+    _draw_marks(ax, ms, moves)
     if predicted is not None and ideal.min() * 1e3 < ax.get_ylim()[0]:
         ax.set_ylim(bottom=ideal.min() * 1e3 / 1.2)
     _plain_ticks(ax, rows)
     ax.set(title=title, xlabel="rows fed in one forward (log scale)", ylabel="ms per forward (log scale)")
-    ax.legend(loc="lower right", reverse=True)
+    place = {"loc": "lower right", "reverse": True}
+    if other is not None and knee is not None:  # above the knee's words, over its line
+        place |= {"bbox_to_anchor": (1, 0.07), "frameon": True, "framealpha": 1, "edgecolor": "none"}
+    ax.legend(**place)
     return fig
 
 
@@ -293,35 +309,61 @@ def _draw_knee(ax: Axes, knee: float, rows: np.ndarray) -> None:
     )
 
 
-def _draw_marks(ax: Axes, rows: np.ndarray, ms: np.ndarray, marks) -> None:
+def _on_curve(at: float, rows, ms) -> float:
+    return float(np.exp(np.interp(math.log(at), np.log(rows), np.log(ms))))
+
+
+def _moves(rows, ms, marks) -> dict[str, list[tuple[float, float, str]]]:
+    """The marks as (rows, ms, label) of the measured curve, by symbol."""
+    moves: dict[str, list[tuple[float, float, str]]] = {}
+    for at, label, symbol in marks:
+        moves.setdefault(symbol, []).append((at, _on_curve(at, rows, ms), label))
+    return moves
+
+
+def _lowering(rows, ms, label: str, other) -> dict[str, list[tuple[float, float, str]]]:
+    """Move ① from the measured curve to the other one, at the fewest rows both were fed."""
+    common = set(rows) & set(other[0])
+    if not common:
+        raise ValueError(
+            f"other has rows {list(other[0])}; measure both curves at one number of rows at least"
+        )
+    at = min(common)
+    return {"①": [(at, _on_curve(at, rows, ms), label), (at, _on_curve(at, other[0], other[1]), other[2])]}
+
+
+def _draw_marks(ax: Axes, ms: np.ndarray, moves: dict[str, list[tuple[float, float, str]]]) -> None:
     """Circled numbers at their points, and what they stand for in the empty corner above the flat part."""
     low, high = ms.min(), ms.max()
-    ax.set_ylim(low / 1.9, max(high * 1.3, low * 2 ** (1 + len(marks))))
-    if not marks:
+    flat = max(
+        [low, *(y for points in moves.values() for _, y, _ in points[:1])]
+    )  # where the words stand above
+    ax.set_ylim(low / 1.9, max(high * 1.3, flat * 2 ** (1 + len(moves))))
+    if not moves:
         return
-    moves: dict[str, list[tuple[float, str]]] = {}
-    for at, label, symbol in marks:
-        moves.setdefault(symbol, []).append((at, label))
-    crowd: dict[float, int] = {}  # symbols already standing at a point
+    crowd: dict[tuple[float, float], int] = {}  # symbols already standing at a point
     for symbol, points in moves.items():
-        spots = [(at, float(np.exp(np.interp(math.log(at), np.log(rows), np.log(ms))))) for at, _ in points]
+        spots = [(at, y) for at, y, _ in points]
         for start, end in zip(spots, spots[1:], strict=False):
             _draw_move(ax, start, end)
-        for at, y in spots:
-            _draw_symbol(ax, at, y, symbol, crowd.setdefault(at, 0))
-            crowd[at] += 1
-    key = [f"{symbol} {' → '.join(label for _, label in points)}" for symbol, points in moves.items()]
+        for spot in spots:
+            below = any(
+                spot[0] == x and spot[1] < y for x, y in spots
+            )  # the lower end of a way straight down or up
+            _draw_symbol(ax, *spot, symbol, crowd.setdefault(spot, 0), below)
+            crowd[spot] += 1
+    key = [f"{symbol} {' → '.join(label for *_, label in points)}" for symbol, points in moves.items()]
     style = {"va": "top", "color": _OWN, "fontweight": "bold", "linespacing": 1.5, "zorder": 6}
     style["bbox"] = {"fc": "white", "ec": "none", "pad": 1.5}
     ax.text(0.015, 0.98, "\n".join(key), transform=ax.transAxes, **style)
 
 
-def _draw_symbol(ax: Axes, at: float, y: float, symbol: str, neighbours: int) -> None:
+def _draw_symbol(ax: Axes, at: float, y: float, symbol: str, neighbours: int, below: bool) -> None:
     ax.plot([at], [y], "o", ms=15, mfc="none", mec=_OWN, mew=2, zorder=4)
     ax.annotate(
         symbol,
         (at, y),
-        xytext=(18 * neighbours, 17),
+        xytext=(18 * neighbours, -17 if below else 17),
         textcoords="offset points",
         ha="center",
         va="center",
@@ -342,6 +384,10 @@ def _draw_move(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -
         "shrinkB": 11,
     }
     bend = 0.12 if end[0] < start[0] else -0.12  # bent away from the curve, which lies below the chord
+    if end[0] == start[0]:
+        bend = 0
+        if abs(ax.transData.transform(end)[1] - ax.transData.transform(start)[1]) < 30:
+            return  # the two circles touch
     ax.annotate("", end, start, arrowprops=style | {"connectionstyle": f"arc3,rad={bend}"}, zorder=4)
 
 
@@ -502,3 +548,262 @@ def attention_map(ax: Axes, weights, words: Sequence[str], new: int = 1) -> None
     ax.set_yticks(range(n), words)
     ax.set(xlabel="key: looked at", ylabel="query: looks")
     ax.grid(False)
+
+
+# --- quantization ------------------------------------------------------------------------------------------------------
+
+
+def quantization_grid(ax: Axes, w, scale, bits: int = 8, taken=None, size: float = 5.0) -> None:
+    """Draw weights in their order on the levels they may take: -(2^(bits-1)-1)·scale to (2^(bits-1)-1)·scale.
+
+    A hollow circle is a weight, a dot the level it takes, the line between them its error; ``ax.legend()`` names them.
+    More than 61 levels in view are drawn as a grey area.
+
+    Args:
+        w: (n,). scale: one number, or (groups,), each for an equal part of w.
+        taken: (n,), what w became; None rounds to the nearest level. size: of the dots, in points.
+
+    Raises ValueError where the groups do not divide the weights.
+    """
+    from matplotlib.collections import LineCollection
+
+    w, scale = np.asarray(w, dtype=float), np.atleast_1d(np.asarray(scale, dtype=float))
+    if w.ndim != 1 or len(w) % len(scale):
+        raise ValueError(
+            f"w has shape {w.shape}, not (n,) with n a multiple of the {len(scale)} scales; give one row"
+        )
+    width, top = len(w) // len(scale), 2 ** (bits - 1) - 1
+    if taken is None:
+        each = np.repeat(scale, width)
+        taken = np.clip(np.rint(w / each), -top, top) * each
+    taken, places = np.asarray(taken, dtype=float), np.arange(len(w))
+    reach = max(1.15 * abs(w).max(), 1.04 * abs(taken).max()) or 1.0  # mostly the same for the same weights
+    for part, step in enumerate(scale):
+        ends = part * width - 0.5, (part + 1) * width - 0.5
+        _draw_levels(ax, step, top, reach, ends, label="" if part else "levels")
+    errors = np.stack((np.stack((places, w), 1), np.stack((places, taken), 1)), 1)
+    red, blue = COLORS["vermillion"], COLORS["blue"]
+    ax.add_collection(LineCollection(errors, colors=red, linewidths=1.2, zorder=2), autolim=False)
+    dots = {"marker": "o", "ls": ""}
+    ax.plot(places, w, mfc="white", mec=red, mew=0.9, ms=0.8 * size, zorder=3, label="weight", **dots)
+    ax.plot(places, taken, color=blue, mew=0, ms=size, zorder=4, label="rounded", **dots)
+    ax.set(xlim=(-1, len(w)), ylim=(-reach, reach))
+    ax.grid(False)
+
+
+def _draw_levels(
+    ax: Axes, step: float, top: int, reach: float, ends: tuple[float, float], label: str
+) -> None:
+    """The levels up to ±reach as lines; where they stand too close to be told apart, as one area."""
+    from matplotlib.collections import LineCollection
+
+    most = min(top, int(reach / step))
+    if most > 30:
+        style = {"color": "#DCDCDC", "lw": 0, "zorder": 1, "label": label}
+        ax.fill_between(ends, -most * step, most * step, **style)
+        return
+    levels = np.arange(-most, most + 1) * step
+    style = {"colors": "#9A9A9A", "linewidths": 0.8, "zorder": 1, "label": label}
+    ax.add_collection(LineCollection([[(x, y) for x in ends] for y in levels], **style), autolim=False)
+
+
+def intervals(ax: Axes, names: Sequence[str], intervals: Sequence) -> None:
+    """Draw differences with their intervals, one a row from the top, around a line at 0.
+
+    A filled square is a difference whose interval leaves out 0, a hollow circle one whose interval covers it.
+
+    Args:
+        names: what is compared, such as "int8 − float32". intervals: each with mean, low, high and separates
+            (``evaluation.Interval``).
+
+    Raises ValueError where there is not one interval to each name.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    if len(names) != len(intervals):
+        raise ValueError(f"{len(names)} names for {len(intervals)} intervals; give one name each")
+    for place, interval in enumerate(intervals):
+        color, marker = ("vermillion", "s") if interval.separates else ("grey", "o")
+        sides = [[max(0.0, interval.mean - interval.low)], [max(0.0, interval.high - interval.mean)]]
+        fill = COLORS[color] if interval.separates else "white"
+        style = {
+            "fmt": marker,
+            "color": COLORS[color],
+            "mfc": fill,
+            "mec": COLORS[color],
+            "ms": 9,
+            "mew": 1.6,
+        }
+        ax.errorbar(
+            interval.mean, place, xerr=sides, elinewidth=2.4, capsize=5, capthick=2.4, zorder=3, **style
+        )
+        verdict = "leaves out 0" if interval.separates else "covers 0"
+        ax.annotate(
+            f"{interval.mean:+.4f}, {verdict}".replace("-", "−"),
+            (interval.high, place),
+            xytext=(10, 0),
+            textcoords="offset points",
+            va="center",
+            color=COLORS[color] if interval.separates else "#555555",
+            fontsize="small",
+        )
+    ax.axvline(0, color="#444444", lw=1.4, zorder=1)
+    ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.set_yticks(range(len(names)), names)
+    ax.set(ylim=(len(names) - 0.4, -0.6), xlabel="difference, nats per token, with 95 % interval")
+    ax.grid(axis="y", visible=False)
+    low, high = min(0, *(i.low for i in intervals)), max(0, *(i.high for i in intervals))
+    ax.set_xlim(low - 0.06 * (high - low), high + 0.45 * (high - low))  # room for the words
+
+
+# (bytes read per weight, seconds of one matrix-vector product, words beside the point)
+Point = tuple[float, float, str]
+
+
+def bytes_and_time(
+    torch_points: Sequence[Point],
+    own_points: Sequence[Point],
+    naive_points: Sequence[Point] = (),
+    *,
+    weights: int,
+    bandwidth: float,
+    model_scale: float | None = None,
+    overhead: float | None = None,
+    title: str = "Does the time follow the bytes?",
+) -> Figure:
+    """Chapter 1's picture: milliseconds of one matrix-vector product against the bytes read per weight.
+
+    Both axes are logarithmic, so that a factor is the same distance everywhere: the effect of the kernel (from square
+    to circle at the same bytes) and of the bytes (along the circles) add up, and one bandwidth is one straight line.
+
+    Args:
+        torch_points, own_points: (bytes per weight, seconds, label) of each kernel, joined in the order of bytes.
+        naive_points: the same for forms that write a converted matrix and read it again; crosses, not joined.
+        weights: in the matrix. bandwidth: bytes/s read, measured; its line is weights · bytes / bandwidth.
+        model_scale: seconds of all products of one step over those of this one; draws the right axis.
+        overhead: seconds of a step spent in no product; a line on the right axis, which it needs.
+
+    Raises ValueError for points without a positive place, no points, and an overhead without model_scale.
+    """
+    torch_points, own_points, naive_points = (sorted(p) for p in (torch_points, own_points, naive_points))
+    points = [*torch_points, *own_points, *naive_points]
+    wrong = [point for point in points if not (point[0] > 0 and point[1] > 0)]
+    if wrong or not points:
+        raise ValueError(
+            f"points {wrong or points} have no place on a log scale; give bytes and seconds above 0"
+        )
+    if overhead is not None and model_scale is None:
+        raise ValueError("overhead is a line on the right axis; give model_scale as well")
+    fig, ax = figure(8.0, 5.2)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    _draw_kernel(ax, torch_points, "torch's kernels", color="grey", marker="s", ls="--", above=True)
+    _draw_kernel(ax, own_points, "our one kernel", color="blue", marker="o", ls="-", above=False)
+    _draw_kernel(
+        ax, naive_points, "dequantize, then multiply", color="vermillion", marker="X", ls="", above=True
+    )
+    floor = overhead * 1e3 / model_scale if overhead else math.inf
+    _limit_bytes(ax, points, floor)
+    _draw_effects(ax, torch_points, own_points)
+    _draw_bandwidth(ax, weights, bandwidth)
+    if model_scale is not None:
+        _draw_whole_model(ax, model_scale, overhead)
+    ax.set(
+        title=title, xlabel="bytes read per weight (log scale)", ylabel="ms, one matrix × vector (log scale)"
+    )
+    # Below the axes: among the points no place is always free.
+    below = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.15 * _scale), "borderaxespad": 0}
+    ax.legend(ncols=3 if _scale == 1.0 else 2, fontsize="small", columnspacing=1.4, **below)
+    return fig
+
+
+def _draw_kernel(ax: Axes, points: Sequence[Point], label: str, color: str, above: bool, **style) -> None:
+    if not points:
+        return
+    ax.plot(
+        [at for at, *_ in points],
+        [1e3 * seconds for _, seconds, _ in points],
+        **{"color": COLORS[color], "label": label, "ms": 9, "zorder": 3} | style,
+    )
+    shade = "#555555" if color == "grey" else COLORS[color]
+    for (at, seconds, words), (after, *_) in zip(points, [*points[1:], (math.inf,)], strict=True):
+        below = "below left" if after < 2 * at else "below right"
+        _beside(ax, words, at, 1e3 * seconds, "above left" if above else below, shade)
+
+
+def _beside(ax: Axes, words: str, x: float, y: float, side: str, color: str, **style) -> None:
+    """Small words beside a point, readable across lines."""
+    from matplotlib.patheffects import withStroke
+
+    across, up = 1 if "right" in side else -1, {"above": 1, "below": -1}.get(side.split()[0], 0)
+    ax.annotate(
+        words,
+        (x, y),
+        xytext=(6 * across if up else 9 * across, 7 * up),
+        textcoords="offset points",
+        ha="left" if across > 0 else "right",
+        va={1: "bottom", 0: "center", -1: "top"}[up],
+        color=color,
+        fontsize="small",
+        zorder=5,
+        path_effects=[withStroke(linewidth=3, foreground="white")],
+        **style,
+    )
+
+
+def _draw_effects(ax: Axes, torch_points: Sequence[Point], own_points: Sequence[Point]) -> None:
+    """How many times faster: from square to circle at the same bytes, and from circle to circle."""
+    torch_seconds = {at: seconds for at, seconds, _ in torch_points}
+    own_seconds = {at: seconds for at, seconds, _ in own_points}
+    common = set(torch_seconds) & set(own_seconds)
+    if common:
+        at = max(common)
+        start, end = torch_seconds[at], own_seconds[at]
+        arrow = {"arrowstyle": "-|>", "color": COLORS["black"], "lw": 1.4, "shrinkA": 7, "shrinkB": 7}
+        far = abs(math.log(start / end)) > 0.2  # else square and circle touch
+        if far:
+            ax.annotate("", (at, 1e3 * end), (at, 1e3 * start), arrowprops=arrow, zorder=4)
+        middle = 1e3 * math.sqrt(start * end)
+        _beside(ax, f"kernel: {number(start / end)}x", at, middle, "right", "black", weight="bold")
+    for (less, shorter, _), (more, longer, _) in zip(own_points, own_points[1:], strict=False):
+        if more >= 2 * less:  # closer points leave no room
+            middle = math.sqrt(more * less), 1e3 * math.sqrt(longer * shorter)
+            words = f"bytes: {number(longer / shorter)}x"
+            _beside(ax, words, *middle, "below right", COLORS["blue"], weight="bold")
+
+
+def _limit_bytes(ax: Axes, points: Sequence[Point], floor: float) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    x, y = [at for at, *_ in points], [1e3 * seconds for _, seconds, _ in points]
+    ax.set(xlim=(min(x) / 2.3, max(x) * 1.6), ylim=(min(*y, floor) / 2, max(y) * 1.8))
+    plain = FuncFormatter(lambda value, _: f"{round(value, 2):g}")
+    ax.xaxis.set_major_locator(FixedLocator(sorted(set(x))))
+    ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(plain)
+        axis.set_minor_formatter(NullFormatter())
+    ax.xaxis.set_minor_locator(NullLocator())
+
+
+def _draw_bandwidth(ax: Axes, weights: int, bandwidth: float) -> None:
+    """What reading alone takes: weights · bytes / bandwidth."""
+    ends = np.array(ax.get_xlim())
+    style = {"color": COLORS["orange"], "marker": "", "lw": 1.6, "zorder": 1}
+    words = f"reading alone, at {number(bandwidth / 1e9)} GB/s"
+    ax.plot(ends, 1e3 * weights * ends / bandwidth, "-", label=words, **style)
+
+
+def _draw_whole_model(ax: Axes, scale: float, overhead: float | None) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    right = ax.secondary_yaxis("right", functions=(lambda ms: ms * scale, lambda ms: ms / scale))
+    right.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(value, 2):g}"))
+    right.yaxis.set_minor_formatter(NullFormatter())
+    right.spines["right"].set_visible(True)
+    right.set_ylabel("ms per token, all products")
+    if overhead:
+        ms = overhead * 1e3
+        style = {"color": COLORS["purple"], "lw": 1.8, "ls": "-.", "zorder": 1}
+        ax.axhline(ms / scale, label=f"overhead, {number(ms)} ms (right axis)", **style)

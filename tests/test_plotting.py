@@ -239,3 +239,213 @@ def test_attention_map_hides_the_future_and_outlines_the_new_rows():
     (outline,) = ax.patches
     assert (outline.get_y(), outline.get_height(), outline.get_width()) == (1.5, 2, 4)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["The", "light", "house", "keeper"]
+
+
+# --- chapter 1 -------------------------------------------------------------------------------------------------------
+
+EIGHT_BIT = np.array([roofline(rows) / 3 for rows in ROWS])
+
+
+def texts(ax) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def arrows(ax) -> list:
+    return [text for text in ax.texts if getattr(text, "arrow_patch", None) is not None]
+
+
+def test_a_second_curve_is_drawn_and_arrow_1_leads_to_it_at_the_fewest_rows():
+    fig = plotting.course_curve(ROWS, SECONDS, label="float32", other=(ROWS[:5], EIGHT_BIT[:5], "int8"))
+    (ax,) = fig.axes
+    drawn = {line.get_label(): line for line in ax.lines}
+    assert list(drawn["float32"].get_ydata()) == pytest.approx(list(SECONDS * 1e3))
+    assert list(drawn["int8"].get_ydata()) == pytest.approx(list(EIGHT_BIT[:5] * 1e3))
+    assert drawn["float32"].get_marker() != drawn["int8"].get_marker()
+    assert "① float32 → int8" in texts(ax)
+    (arrow,) = arrows(ax)
+    assert arrow.xyann == pytest.approx((1, SECONDS[0] * 1e3)) and arrow.xy == pytest.approx(
+        (1, EIGHT_BIT[0] * 1e3)
+    )
+    assert ax.get_ylim()[0] < EIGHT_BIT[0] * 1e3 < SECONDS[0] * 1e3 < ax.get_ylim()[1]
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_arrow_1_follows_what_was_measured_up_as_well_as_down(factor):
+    (ax,) = plotting.course_curve(ROWS, SECONDS, other=(ROWS, SECONDS * factor, "int8")).axes
+    (arrow,) = arrows(ax)
+    assert arrow.xy[1] / arrow.xyann[1] == pytest.approx(factor)
+    heights = {text.xy[1]: text.xyann[1] for text in ax.texts if text.get_text() == "①"}
+    assert heights[min(heights)] < 0 < heights[max(heights)]  # the numbers stand outside of the two circles
+
+
+def test_two_curves_that_touch_need_no_arrow():
+    (ax,) = plotting.course_curve(ROWS, SECONDS, other=(ROWS, SECONDS * 0.99, "int8")).axes
+    assert not arrows(ax) and texts(ax).count("①") == 2
+
+
+def test_marks_and_the_second_curve_go_together():
+    marks = [(256, "without a cache", "②"), (1, "with one", "②")]
+    (ax,) = plotting.course_curve(ROWS, SECONDS, marks=marks, other=(ROWS, EIGHT_BIT, "int8")).axes
+    assert "① measured → int8\n② without a cache → with one" in texts(ax) and len(arrows(ax)) == 2
+
+
+def test_curves_need_a_number_of_rows_in_common():
+    with pytest.raises(ValueError, match=r"other has rows \[3, 5\]; measure both curves at one number"):
+        plotting.course_curve([1, 2], [1, 2], other=([3, 5], [1, 2], "int8"))
+
+
+def points_of(ax, marker: str) -> list[tuple]:
+    return [tuple(p) for line in ax.lines if line.get_marker() == marker for p in line.get_xydata()]
+
+
+def level_lines(ax) -> list:
+    """(left, right, height) of all lines that stand for levels."""
+    segments = [s for c in ax.collections if c.get_zorder() == 1 for s in c.get_segments()]
+    return [(s[0][0], s[1][0], round(float(s[0][1]), 6)) for s in segments]
+
+
+def test_quantization_grid_puts_weights_on_the_nearest_level_they_may_take():
+    """HAZARDS 3: narrow range, so that the ends are -7 and 7 at 4 bits."""
+    fig, ax = plotting.figure()
+    plotting.quantization_grid(ax, [0.34, -0.7, 0.06, 0.9], 0.1, bits=4)
+    weights, taken = (line.get_ydata() for line in ax.lines)
+    assert list(weights) == [0.34, -0.7, 0.06, 0.9]
+    assert list(taken) == pytest.approx([0.3, -0.7, 0.1, 0.7])  # 0.9 is beyond the last level
+    assert [height for *_, height in level_lines(ax)] == pytest.approx([k / 10 for k in range(-7, 8)])
+    errors = [s for c in ax.collections if c.get_zorder() == 2 for s in c.get_segments()]
+    assert errors[0] == pytest.approx(np.array([[0, 0.34], [0, 0.3]]))
+    hollow, full = (line.get_markerfacecolor() for line in ax.lines)
+    assert hollow == "white" and full == plotting.COLORS["blue"]
+    assert {"weight", "rounded", "levels"} == set(ax.get_legend_handles_labels()[1])
+
+
+def test_quantization_grid_gives_each_group_its_own_levels_and_takes_other_values():
+    fig, ax = plotting.figure()
+    plotting.quantization_grid(ax, [0.2, 1.0, 0.2, 0.3], [1.0, 0.1], bits=3, taken=[0.0, 1.0, 0.2, 0.3])
+    assert list(ax.lines[1].get_ydata()) == [0.0, 1.0, 0.2, 0.3]
+    first = [height for left, right, height in level_lines(ax) if (left, right) == (-0.5, 1.5)]
+    second = [height for left, right, height in level_lines(ax) if (left, right) == (1.5, 3.5)]
+    assert first == [-1, 0, 1]  # ±2 and ±3 are out of view
+    assert second == pytest.approx([-0.3, -0.2, -0.1, 0, 0.1, 0.2, 0.3])
+
+
+def test_levels_too_close_to_be_told_apart_are_an_area_that_ends_where_they_end():
+    fig, ax = plotting.figure()
+    plotting.quantization_grid(ax, [0.2, -1.0], 1 / 127, bits=8)
+    (area,) = [c for c in ax.collections if c.get_zorder() == 1]
+    heights = area.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == pytest.approx((-1, 1))
+
+
+def test_quantization_grid_draws_zeros_and_refuses_groups_that_do_not_divide():
+    """HAZARDS 1: a row of zeros has a finite picture."""
+    fig, ax = plotting.figure()
+    plotting.quantization_grid(ax, [0.0, 0.0], 1.0)
+    assert np.isfinite(ax.get_ylim()).all()
+    with pytest.raises(ValueError, match=r"w has shape \(3,\), not \(n,\) with n a multiple of the 2 scales"):
+        plotting.quantization_grid(ax, [1.0, 2.0, 3.0], [1.0, 1.0])
+
+
+def test_intervals_tell_by_shape_which_leave_out_0():
+    from course_utils.evaluation import Interval
+
+    fig, ax = plotting.figure()
+    plotting.intervals(ax, ["a − b", "c − b"], [Interval(-0.001, -0.003, 0.002), Interval(0.02, 0.01, 0.04)])
+    means = [line for line in ax.lines if line.get_marker() in ("o", "s")]
+    assert [line.get_marker() for line in means] == ["o", "s"]
+    assert means[0].get_markerfacecolor() == "white" != means[1].get_markerfacecolor()
+    assert [(float(x), float(y)) for line in means for x, y in line.get_xydata()] == [(-0.001, 0), (0.02, 1)]
+    ends = [segment[:, 0].tolist() for c in ax.collections for segment in c.get_segments()]
+    assert ends == [pytest.approx([-0.003, 0.002]), pytest.approx([0.01, 0.04])]
+    assert texts(ax) == ["−0.0010, covers 0", "+0.0200, leaves out 0"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a − b", "c − b"]
+    low, high = ax.get_ylim()
+    assert low > high  # the first on top
+    assert ax.get_xlim()[0] < -0.003 and 0.04 < ax.get_xlim()[1]
+    assert any(list(line.get_xdata()) == [0, 0] for line in ax.lines)
+
+
+def test_intervals_need_a_name_each():
+    with pytest.raises(ValueError, match="2 names for 1 intervals"):
+        plotting.intervals(None, ["a", "b"], [None])
+
+
+TORCH = [(4, 9.3e-3, "float32"), (1, 1.9e-3, "int8")]
+OWN = [(1, 1.25e-3, "int8 ours"), (0.5625, 1e-3, "int4"), (4, 4.0e-3, "float32 ours")]  # in any order
+NAIVE = [(17, 46e-3, "scale first"), (9, 24e-3, "scale last")]
+
+
+def bytes_figure(**changes):
+    known = {"weights": 28_000_000, "bandwidth": 28e9, "model_scale": 4.75, "overhead": 3.1e-3}
+    return plotting.bytes_and_time(TORCH, OWN, NAIVE, **(known | changes))
+
+
+def test_bytes_and_time_draws_each_kind_in_its_own_way():
+    (ax,) = bytes_figure().axes
+    drawn = {line.get_label(): line for line in ax.lines}
+    own, torchs, naive = (
+        drawn[k] for k in ("our one kernel", "torch's kernels", "dequantize, then multiply")
+    )
+    assert own.get_xydata() == pytest.approx(np.array([[0.5625, 1], [1, 1.25], [4, 4]]))
+    assert (own.get_marker(), own.get_linestyle()) == ("o", "-")
+    assert (torchs.get_marker(), torchs.get_linestyle()) == ("s", "--")
+    assert (naive.get_marker(), naive.get_linestyle()) == ("X", "None")
+    assert {label for *_, label in TORCH + OWN + NAIVE} <= set(texts(ax))
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+
+
+def test_bytes_and_time_draws_what_reading_alone_takes():
+    (ax,) = bytes_figure().axes
+    (line,) = [line for line in ax.lines if "28 GB/s" in line.get_label()]
+    x, y = line.get_xydata().T
+    assert list(y / x) == pytest.approx([1.0, 1.0])  # 28 million bytes at 28 GB/s are 1 ms
+    assert list(x) == pytest.approx(list(ax.get_xlim()))
+
+
+def test_bytes_and_time_names_the_two_effects_apart():
+    (ax,) = bytes_figure().axes
+    said = [text for text in texts(ax) if text.endswith("x")]
+    assert said == [
+        "kernel: 2.32x",
+        "bytes: 3.20x",
+    ]  # 9.3/4 at 4 bytes, 4/1.25 from 4 to 1; 1 to 0.56 too close
+    (arrow,) = arrows(ax)
+    assert (arrow.xyann, arrow.xy) == (pytest.approx((4, 9.3)), pytest.approx((4, 4.0)))
+
+
+def test_right_axis_is_the_whole_model_with_its_overhead():
+    fig = bytes_figure()
+    (ax,), (right,) = fig.axes, fig.axes[0].child_axes
+    fig.draw_without_rendering()
+    assert np.array(right.get_ylim()) / ax.get_ylim() == pytest.approx([4.75, 4.75])
+    (line,) = [line for line in ax.lines if "overhead" in line.get_label()]
+    assert line.get_ydata()[0] * 4.75 == pytest.approx(3.1) and "3.10 ms" in line.get_label()
+    (ax,) = bytes_figure(overhead=30e-3 / 1e3).axes  # far below all points: still in view
+    assert ax.get_ylim()[0] < 0.03 / 4.75
+
+
+def test_bytes_and_time_does_without_right_axis_and_naive_forms():
+    fig = plotting.bytes_and_time(TORCH, OWN, weights=28_000_000, bandwidth=28e9)
+    assert not fig.axes[0].child_axes and len(fig.axes[0].lines) == 3
+
+
+def test_bytes_and_time_fits_notebook_and_projector(recwarn):
+    for on in (False, True):
+        plotting.present(on)
+        fig = bytes_figure()
+        assert len(plotting.png(fig)) < 80_000
+        (ax,) = fig.axes
+        assert ax.get_legend().get_window_extent().x1 <= fig.bbox.x1
+        assert ax.get_legend().get_window_extent().y0 >= 0
+    assert not [w for w in recwarn if "Glyph" in str(w.message) or "layout" in str(w.message)]
+
+
+@pytest.mark.parametrize("points", [[], [(0, 1e-3, "x")], [(1, 0.0, "x")], [(1, float("nan"), "x")]])
+def test_points_without_a_place_are_refused(points):
+    with pytest.raises(ValueError, match="no place on a log scale"):
+        plotting.bytes_and_time(points, [], weights=1, bandwidth=1)
+
+
+def test_overhead_needs_the_right_axis():
+    with pytest.raises(ValueError, match="give model_scale as well"):
+        bytes_figure(model_scale=None)

@@ -14,7 +14,7 @@ import torch
 
 from course_utils import widgets
 from course_utils.decoder import Decoder, DecoderConfig
-from course_utils.widgets import Control, Explorer, Preset, kv_cache_explorer, step_cost
+from course_utils.widgets import Control, Explorer, Preset, core, kv_cache, kv_cache_explorer, step_cost
 
 MARKS = ("JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "VSCODE_PID", "COURSE_INTERACTIVE")
 SMOL = DecoderConfig(49_152, 576, 1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
@@ -32,7 +32,7 @@ def shown(code: str, monkeypatch, kernel: bool = False) -> list:
 
     shell = InteractiveShell.instance()
     shell.history_manager.enabled = False
-    monkeypatch.setattr(widgets, "_has_kernel", lambda: kernel)
+    monkeypatch.setattr(core, "_has_kernel", lambda: kernel)
     shell.user_ns["config"] = SMOL
     try:
         with capture_output() as captured:
@@ -87,7 +87,7 @@ def test_with_a_cache_only_the_new_row_is_counted():
 
 
 def test_bytes_follow_the_kv_heads_nine_three_one(explorer):
-    drawing = widgets._OneMoreToken(SMOL)
+    drawing = kv_cache._OneMoreToken(SMOL)
     held = [drawing.cost(24, True, group, 2).bytes_held for group in (1, 3, 9)]
     assert held[0] == 3 * held[1] == 9 * held[2]
     assert [drawing.cost(24, True, 3, size).bytes_held for size in (4, 2, 1)] == [
@@ -118,7 +118,7 @@ def test_counts_agree_with_the_chapters():
 
 
 def test_work_is_a_parabola_without_and_a_line_with_the_cache():
-    drawing = widgets._OneMoreToken(SMOL)
+    drawing = kv_cache._OneMoreToken(SMOL)
     without, with_cache = drawing.work(False, 3), drawing.work(True, 3)
     assert len(without) == 32 and without[0] == with_cache[0]
     assert without[31] / without[15] == pytest.approx(4, rel=0.1)
@@ -147,9 +147,9 @@ def test_one_row_lights_up_with_the_cache_and_the_triangle_without(explorer):
     def count(cache: bool, kind: tuple) -> int:
         return triangle_colors(explorer.figure(token=24, cache=cache)).count(to_rgba(kind[0]))
 
-    assert count(False, widgets._NOW) == count(True, widgets._NOW) == 24
-    assert count(False, widgets._AGAIN) == count(True, widgets._BEFORE) == 23 * 24 // 2
-    assert count(True, widgets._AGAIN) == count(False, widgets._BEFORE) == 0
+    assert count(False, kv_cache._NOW) == count(True, kv_cache._NOW) == 24
+    assert count(False, kv_cache._AGAIN) == count(True, kv_cache._BEFORE) == 23 * 24 // 2
+    assert count(True, kv_cache._AGAIN) == count(False, kv_cache._BEFORE) == 0
 
 
 def test_computed_again_is_hatched_not_only_coloured(explorer):
@@ -210,9 +210,9 @@ def test_nothing_calls_a_model_and_a_redraw_is_quick(explorer, monkeypatch):
 
     monkeypatch.setattr(Decoder, "forward", refuse)
     monkeypatch.setattr(Decoder, "hidden", refuse)
-    widgets._png(explorer.figure())
+    core._png(explorer.figure())
     start = time.process_time()
-    widgets._png(explorer.figure(token=20, cache=True))
+    core._png(explorer.figure(token=20, cache=True))
     assert time.process_time() - start < 3  # generous: not a benchmark
 
 
@@ -278,12 +278,12 @@ def test_a_run_without_people_leaves_no_widget_view(monkeypatch):
 
 @pytest.fixture
 def panel(explorer):
-    return widgets._Panel(explorer)
+    return core._Panel(explorer)
 
 
 def test_presets_set_all_controls_with_one_picture(panel, explorer, monkeypatch):
     drawn = []
-    monkeypatch.setattr(widgets, "_png", lambda fig: drawn.append(fig) or b"png")
+    monkeypatch.setattr(core, "_png", lambda fig: drawn.append(fig) or b"png")
     panel.buttons.value = 2
     assert {name: widget.value for name, widget in panel.inputs.items()} == explorer.presets[2].settings
     assert len(drawn) == 1 and panel.image.value == b"png"
@@ -315,36 +315,41 @@ def test_all_kinds_of_controls_work():
         "Any",
         draw=lambda fig, compact=False, **settings: drawn.append(settings),
         readout=lambda **settings: "x",
-        presets=[Preset("A", {"a": 1, "b": 2, "c": 3, "d": 4}, "first")],
+        presets=[Preset("A", {"a": 1, "b": 2, "c": 3, "d": 4, "e": 32.0}, "first")],
         controls=[
             Control("a", "a", "int", low=0, high=9),
             Control("b", "b", "steps", [("two", 2), ("eight", 8)]),
             Control("c", "c", "menu", [("three", 3)]),
             Control("d", "d", "choice", [("four", 4)]),
+            Control("e", "e", "log", low=1, high=64),
         ],
     )
-    panel = widgets._Panel(explorer)
-    kinds = [type(panel.inputs[name]) for name in "abcd"]
+    panel = core._Panel(explorer)
+    kinds = [type(panel.inputs[name]) for name in "abcde"]
     assert kinds == [
         ipywidgets.IntSlider,
         ipywidgets.SelectionSlider,
         ipywidgets.Dropdown,
         ipywidgets.ToggleButtons,
+        ipywidgets.FloatLogSlider,
     ]
+    slider = panel.inputs["e"]
+    assert (slider.base**slider.min, slider.base**slider.max, slider.value) == (1, 64, 32)
     panel.inputs["b"].value = 8
-    assert drawn[-1] == {"a": 1, "b": 8, "c": 3, "d": 4}
+    assert drawn[-1] == {"a": 1, "b": 8, "c": 3, "d": 4, "e": 32.0}
     assert explorer.controls_box().children[2].format == "png"
 
 
 def test_only_core_widgets_are_used():
     """HAZARDS 94: Colab shows the core classes and nothing else."""
-    tree = ast.parse(Path(widgets.__file__).read_text())
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    files = list(Path(widgets.__file__).parent.glob("*.py"))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     used = {name for name in names if name[:1].isupper() and hasattr(__import__("ipywidgets"), name)}
     core = "ToggleButtons Dropdown IntSlider FloatSlider FloatLogSlider SelectionSlider Play HTML Image HBox VBox"
     assert used and used <= set(core.split())
-    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert not modules & {"ipympl", "plotly", "anywidget"}
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    assert len(files) >= 4 and not modules & {"ipympl", "plotly", "anywidget"}
 
 
 def test_import_needs_neither_ipywidgets_nor_matplotlib():
