@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -165,6 +167,19 @@ def test_full_stop_of_an_error_is_not_doubled():
 
 def test_call_is_said_as_one_would_write_it():
     assert exercises.said(right, 1000, sequences=2) == "right(1_000, sequences=2)"
+
+
+def test_importing_the_package_brings_all_checks_and_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from course_utils.exercises import core\n"
+        "print(*sorted(core.EXERCISES))\n"
+        "print(*{'transformers', 'numba', 'triton', 'bitsandbytes', 'matplotlib'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    known, heavy = found.stdout.split("\n")[:2]
+    assert {f"{chapter}.{n}" for chapter in (1, 2) for n in range(1, 7)} <= set(known.split())
+    assert heavy == ""
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 
+from course_utils.chapters import quantization
 from course_utils.exercises import WHY_NOT_AT_8_BITS, check, judge
 from course_utils.exercises.quantization import _RATIOS, _small_rows, _table
 
@@ -157,6 +158,11 @@ def in_numpy_with_nan(w):
     return numpy.round(w / scale).astype(numpy.int8), scale
 
 
+def in_numpy_without_column(w):
+    w = w.float().numpy()
+    return w / (numpy.abs(w).max(1) / 127), 1
+
+
 @pytest.mark.parametrize(
     "right",
     [
@@ -304,6 +310,16 @@ def in_half(w):
         (
             rows(scales=lambda w: w.abs().amax(1, True) / 100),
             "is 0.05; wanted absmax / 127 = 5/127 = 0.03937.",
+        ),
+        (rows(give=lambda q, s: (q[:, :2], s)), "q has the shape (2, 2); wanted that of w, (2, 4)."),
+        (in_numpy_without_column, "One scale a row is a column, (out, 1): keepdim=True makes it one."),
+        (
+            lambda w: rows()(w) if len(w) == 2 else None,
+            "of a matrix of 6 rows and 40 columns is None, though other",
+        ),
+        (
+            lambda w: rows()(w) if w.dtype != torch.half else w.nothing,
+            "of a float16 matrix with a row of 1e−6 raised",
         ),
         (in_place, "wrote into the tensor it was given; make a new one."),
         (lambda w: w.nothing, "raised AttributeError"),
@@ -601,6 +617,17 @@ def writes(w, bits):
             "Zeros alone have no range",
         ),
         (affine(guard=lambda scale: scale), "raised ZeroDivisionError"),
+        (affine(to_zero=lambda low, s: 5), "3.535, 8) has zero point 5; wanted round(−least / scale) = 89."),
+        (affine(give=lambda q, s, z: (q, s / 0, z)), "raised ZeroDivisionError"),
+        (affine(give=lambda q, s, z: (q, s * torch.inf, z)), "4): there is a NaN or an infinity in it."),
+        (
+            affine(least=lambda w: w.min().item(), to_zero=lambda low, s: max(round(-low / s), 0)),
+            "([0.5, 1, 3], 4) has scale 0.1667; wanted 0.2, since the range includes 0.",
+        ),
+        (
+            affine(whole=lambda w, s, z, top: ((w / s).round() + z + (w > 2.5) * 2).clamp(0, top)),
+            "At most half a step is allowed: q = round(w / scale) + zero_point, then the clamp.",
+        ),
         (writes, "wrote into the tensor it was given"),
         (
             lambda w, bits: affine()(w, bits) if bits == 4 else None,
@@ -739,6 +766,10 @@ def in_place_pack(q):
         (
             lambda q: (q[0::2] + 8).to(torch.uint8) | (q[1::2] + 8).to(torch.uint8) << 4,
             "An odd length leaves the last value alone: append a 0",
+        ),
+        (
+            lambda q: pack(torch.cat((q[:-1], q.new_zeros(1), q[-1:]))) if len(q) % 2 else pack(q),
+            "gave [0xC5, 0xF0, 0x38]; wanted [0xC5, 0xF0, 0x83]. The last value stands alone, in the low nibble.",
         ),
         (
             lambda q: pack(q.flip(0)) if len(q) % 2 else pack(q),
@@ -1012,6 +1043,10 @@ def sums_over_rows(w, bits, ratios):
         (searches(give=lambda s, base: s.long()), "The scale has the type int64; float32 is wanted."),
         (searches(base=lambda w, top: w.abs_().amax(1, True) / top), "wrote into the tensor it was given"),
         (searches(base=lambda w, top: w.abs().amax(1) / top), "keepdim=True makes it one."),
+        (
+            lambda w, b, r: keeps_the_best(w, b, r if len(w) == 12 else r[1:]),
+            "On the matrix of 40 rows given at 3 bits row ",
+        ),
         (lambda w, b, r: "x", "should be a tensor; it is 'x'."),
         (
             lambda w, b, r: keeps_the_best(w, b, r) if b == 3 else None,
@@ -1080,3 +1115,14 @@ def test_nothing_is_raised_whatever_the_answer_is(id, answer):
     assert judge(id, answer).state == "not right yet"
     assert judge(id, (answer, answer)).state == "not right yet"
     assert "The check stopped" not in str(judge(id, answer)) + str(judge(id, (answer, answer)))
+
+
+def test_the_chapters_own_functions_pass():
+    def with_zero_point(w, bits):
+        q, scale, zero_point = quantization.quantize_affine(w[None], bits)
+        return q[0], scale, zero_point
+
+    check("1.2", quantization.quantize_absmax, strict=True)
+    check("1.3", (quantization.bits_per_weight, 64), strict=True)
+    check("1.4", with_zero_point, strict=True)
+    check("1.5", (quantization.pack_int4, quantization.unpack_int4), strict=True)

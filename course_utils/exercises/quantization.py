@@ -262,11 +262,9 @@ def _judge_small_rows(function: Callable) -> None:
     for wrong, why in _SCALES:
         if math.isclose(value, wrong, rel_tol=1e-3):
             raise Wrong(f"The scale of {row} is {_digits(value)}, {why} Wanted 5/127 = 0.03937.")
-    _judge_fit(q, scale, w, row_name=lambda i: row if i else "the row of zeros")
+    _judge_fit(q, scale, w, row_name=lambda _: row)
     if not math.isclose(value, 5 / 127, rel_tol=1e-4):
         raise Wrong(f"The scale of {row} is {_digits(value)}; wanted absmax / 127 = 5/127 = 0.03937.")
-    if q[1].tolist() != [25, -51, 76, -127]:
-        raise Wrong(f"The q of {row} is {q[1].tolist()}; wanted [25, −51, 76, −127].")
 
 
 _SCALES = (  # of the row [1, −2, 3, −5]
@@ -634,7 +632,6 @@ def _explain_q(q: Tensor, says: str) -> None:
             [5, 5, 10, 15],
             "−1 became 0: the zero point was added after the clamp, which had cut −5 to 0. Clamp last.",
         ),
-        ([5, 5, 10, 20], "the zero point was added after the clamp, and q passes 15. Clamp last."),
         (
             [0, 0, 5, 10],
             "the zero point is not in it: −1 was cut off, and all the others come back as 1 less.",
