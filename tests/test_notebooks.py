@@ -178,16 +178,21 @@ def test_query_heads_in_the_cache_change_the_bill_only(broken):
 
 
 @pytest.mark.parametrize(
-    "gains, word, where",
+    "gains, word, where, longest",
     [
-        ((0.7, 0.8, 0.9, 1.0, 1.1), "does not hold here", "4x is not reached up to n = 1024"),
-        ((1.2, 1.3, 2.0, 3.0, 3.9), "does not hold here", "8x is not reached up to n = 1024"),
-        ((9.0, 12.0, 20.0, 30.0, 50.0), "does not hold here", "8x is passed before n = 64"),
-        ((4.5, 5.0, 6.0, 7.0, 7.9), "holds", "4x is passed before n = 64, 8x is not reached"),
-        ((2.0, 4.0, 9.0, 16.0, 30.0), "holds on a condition", "8x is passed between n = 128 and n = 256"),
+        ((0.7, 0.8, 0.9, 1.0, 1.1), "does not hold here", "4x is not reached up to n = 1024", "less than"),
+        ((1.2, 1.3, 2.0, 3.0, 3.9), "does not hold here", "8x is not reached up to n = 1024", "less than"),
+        ((9.0, 12.0, 20.0, 30.0, 50.0), "does not hold here", "8x is passed before n = 64", "more than"),
+        ((4.5, 5.0, 6.0, 7.0, 7.9), "holds", "4x is passed before n = 64, 8x is not reached", "within the"),
+        (
+            (2.0, 4.0, 9.0, 16.0, 30.0),
+            "holds on a condition",
+            "8x is passed between n = 128 and n = 256",
+            "more than",
+        ),
     ],
 )
-def test_the_verdict_follows_the_measurement(gains, word, where):
+def test_the_verdict_follows_the_measurement(gains, word, where, longest):
     """Also where the technique loses, the card says what was measured."""
     sizes = (64, 128, 256, 512, 1024)
     timed = SimpleNamespace(median=2.0, samples=(2.0,) * 5)
@@ -202,14 +207,20 @@ def test_the_verdict_follows_the_measurement(gains, word, where):
         "new": 24,
         "given": [1] * 128,
         "whole_run": 0.9,
+        "reply_predicted": 1.2,
         "quick": False,
     }
-    exec(code_cell(read("02"), "def passed_at("), names)
+    for helper in ("def passed_at(", "def missed("):
+        exec(code_cell(read("02"), helper), names)
     source = code_cell(read("02"), "claims.verdict(").replace("claims.verdict(", "card = claims.verdict(")
     exec(source, names)
     card = names["card"]
     assert card.word == word
     assert card.measured[0] == f"a step {gains[0]:.1f}x at n = 64"
     assert where in card.condition
+    assert f"n = 1024 gives {gains[-1]:.1f}x, {longest}" in card.condition
     assert "plain 1.50 and cached 0.50 times the measured time" in card.miss
-    assert card.predicted[-1] == f"{1.1 * gains[-1]:.1f}x at n = 1024"
+    assert card.predicted[-2] == f"a step {1.1 * gains[-1]:.1f}x at n = 1024"
+    # A whole reply stands apart from the steps, predicted as well as measured.
+    assert card.measured[-1] == "a reply of 24 tokens after 128, in the library: 0.9x"
+    assert card.predicted[-1] == "a reply of 24 tokens after 128, ours: 1.2x"
