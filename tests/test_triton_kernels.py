@@ -5,8 +5,10 @@ What needs no Triton (which path a product takes) is tested everywhere.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
+import mmap
 import os
 import re
 import subprocess
@@ -42,11 +44,11 @@ CASES += [(name, 3, dtype) for name in MAIN for dtype in ("float16", "bfloat16")
 
 
 def layer_of(name: str, device="cpu") -> QuantizedLinear:
-    """A layer of seeded weights that lean to one side, the first row zero."""
+    """A layer of seeded weights that lean to one side, the second row zero."""
     scheme, out_features, in_features = SCHEMES[name]
     torch.manual_seed(out_features * in_features)
     linear = nn.Linear(in_features, out_features, bias=False)
-    linear.weight.data.normal_(0.3, 1.0)[0] = 0
+    linear.weight.data.normal_(0.3, 1.0)[1] = 0
     return QuantizedLinear(linear, scheme).to(device)
 
 
@@ -73,9 +75,9 @@ def interpreted() -> dict:
     x = torch.ones(3, layer.in_features)
     x[1], x[2, 0] = torch.inf, torch.nan
     found["neighbours"] = kernels.triton_launch(x, layer)[0].isfinite().all().item()
-    found["zero row"] = kernels.triton_launch(x[:1], layer)[0, 0].item()
+    found["zero row"] = kernels.triton_launch(x[:1], layer)[0, 1].item()
 
-    wide = torch.randn(2, 3, layer.in_features).transpose(0, 1)[:, 1]  # rows that are not next to each other
+    wide = torch.randn(3, 2, layer.in_features)[:, 1]  # rows that are not next to each other
     found["strided"] = (kernels.triton_launch(wide, layer) - wide @ layer.weight().T).abs().max().item()
 
     for name, scheme in (("int8", Scheme(8)), ("int4", Scheme(4, 200, True))):
@@ -87,12 +89,35 @@ def interpreted() -> dict:
     product = kernels.triton_product()
     product(wide, layer)
     found["which"] = product.which()
+
+    for name in MAIN:  # one read too far would end the process
+        layer = layer_of(name)
+        for buffer in ("q", "scale", "zero_point"):
+            value = getattr(layer, buffer)
+            setattr(layer, buffer, None if value is None else at_the_end(value))
+        kernels.triton_launch(at_the_end(torch.ones(3, layer.in_features)), layer)
     return found
+
+
+def at_the_end(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose last byte is the last that may be read: the page behind it is closed."""
+    page, size = mmap.PAGESIZE, tensor.nbytes
+    room = -(-size // page) * page
+    memory = mmap.mmap(-1, room + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    closed = ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + room), ctypes.c_size_t(page), 0)
+    assert closed == 0
+    count = tensor.numel()
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=room - size).view(tensor.shape)
+    return copy.copy_(tensor)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """The results of ``interpreted()`` in a process of its own: the switch is read when a kernel is made."""
+    """The results of ``interpreted()`` in a process of its own: the switch is read when a kernel is made.
+
+    The process ends with a fault where a kernel reads outside of its matrices, masks or not.
+    """
     env = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     code = "import json; from tests.test_triton_kernels import interpreted; print(json.dumps(interpreted()))"
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
@@ -306,6 +331,21 @@ def test_group_of_odd_size_in_bytes_is_refused_and_dequantized():
     product = kernels.triton_product()
     assert off(product, layer, 2, "float32") <= TOLERANCE["float32"]
     assert product.which().startswith("Weights are dequantized first") and "is odd" in product.which()
+
+
+def test_another_width_is_refused():
+    """The kernel would read what lies beside x."""
+    with pytest.raises(ValueError, match="x has width 340, not 341"):
+        kernels.triton_launch(torch.ones(1, 340), layer_of(INT8))
+
+
+def test_trial_leaves_the_random_numbers_alone(monkeypatch):
+    """The first product of a seeded run draws nothing."""
+    monkeypatch.setattr(kernels, "triton_launch", broken)
+    layer, x = layer_of(INT8), torch.ones(1, 341)
+    before = torch.get_rng_state()
+    kernels.triton_product()(x, layer)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @torch.inference_mode()
