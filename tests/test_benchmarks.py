@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tests.benchmarks import decode
+from tests.benchmarks import decode, quantization
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,23 @@ from tests.benchmarks import decode
                 *(f"cached_over_uncached_{n}" for n in (64, 256, 1024)),
                 *(f"predicted_{n}" for n in (64, 256, 1024)),
             },
-        )
+        ),
+        (
+            quantization,
+            {
+                *quantization.RATIOS,
+                "ppl_ratio_int8",
+                "ppl_ratio_int4_rtn",
+                "kernel_bandwidth_fraction",
+                *(f"ms_{name}" for name in ("transformers_float32", "float32", "bfloat16", "float16")),
+                *(f"ms_{name}" for name in ("quantize_dynamic", "bitsandbytes_int8", "bitsandbytes_nf4")),
+                *(
+                    f"ms_{name}"
+                    for name in ("float32_same_kernel", "int8", "int4", "int8_fused", "int4_fused")
+                ),
+                *(f"ms_llamacpp_{kind}" for kind in ("q8", "f16", "f32")),
+            },
+        ),
     ],
 )
 def test_last_line_is_one_json_object(module, keys, capsys):

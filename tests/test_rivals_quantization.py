@@ -209,11 +209,12 @@ def test_bitsandbytes_replaces_the_layers_of_the_blocks(tiny_decoder, kind, wors
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @torch.inference_mode()
-def test_bitsandbytes_head_on_demand_is_a_copy(tiny_decoder, kind):
+def test_bitsandbytes_head_on_demand_is_a_copy(tiny_decoder, kind, dtype):
     """HAZARDS 12, 13: even then the tied embedding is bit-identical, and the bytes come on top of it."""
     needs_bitsandbytes()
-    plain, decoder, alone = tiny_decoder(), tiny_decoder(), tiny_decoder()
+    plain, decoder, alone = (tiny_decoder().to(dtype) for _ in range(3))
     done = bitsandbytes_(decoder, kind, head=True)
     assert type(decoder.lm_head) is not nn.Linear
     assert torch.equal(decoder.embedding.weight, plain.embedding.weight)
@@ -267,17 +268,18 @@ def test_bitsandbytes_that_is_missing_or_broken_is_one_sentence(tiny_decoder, mo
 
 
 def test_bitsandbytes_that_lacks_a_kernel_leaves_the_decoder_whole(tiny_decoder, monkeypatch):
-    """A decoder is never left half converted."""
+    """A decoder is never left half converted: a layer is tried, its product included, before any is replaced."""
 
-    def broken(*args):
-        raise NotImplementedError("no kernel for this device\nand a long list")
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise NotImplementedError("no kernel for this device\nand a long list")
 
     needs_bitsandbytes()
-    monkeypatch.setattr(rivals.quantization, "_int8_layer", broken)
+    monkeypatch.setattr(rivals.quantization, "_int8_layer", lambda *args: Broken())
     decoder = tiny_decoder()
     with pytest.raises(Unavailable, match="no working int8 on cpu here: no kernel for this device$"):
         bitsandbytes_(decoder)
-    assert all(type(part).__module__ != "bitsandbytes.nn.modules" for part in decoder.modules())
+    assert not any(isinstance(part, Broken) for part in decoder.modules())
 
 
 def test_import_of_bitsandbytes_is_quiet_and_asks_no_hub(tmp_path):

@@ -111,8 +111,7 @@ def _write(gguf, reader, kind: str, target: Path) -> None:
                 )
             )
         elif name != "general.architecture" and not name.startswith("GGUF."):
-            sub_type = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+            writer.add_key_value(name, field.contents(), field.types[0])
     for tensor in reader.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]

@@ -130,9 +130,8 @@ def bitsandbytes_(
 def _bitsandbytes():
     """The library, imported without a word on stderr and without asking a model hub for kernels."""
     try:
-        with _hidden(
-            "kernels"
-        ):  # with that package installed, some processors make the import fetch code from a hub
+        # With that package installed, on some processors the import fetches code from a hub.
+        with _hidden("kernels"):
             logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs every cast of every call
             return importlib.import_module("bitsandbytes")
     except ImportError as error:
@@ -152,7 +151,7 @@ def _int8_layer(bnb, linear: nn.Linear, threshold: float) -> nn.Module:
         threshold=threshold,
         device="meta",
     )
-    weight = bnb.nn.Int8Params(_owned(linear.weight), requires_grad=False, has_fp16_weights=False)
+    weight = bnb.nn.Int8Params(linear.weight.detach(), requires_grad=False, has_fp16_weights=False)
     return _filled(layer, weight, linear)
 
 
@@ -165,12 +164,8 @@ def _nf4_layer(bnb, linear: nn.Linear) -> nn.Module:
         compute_dtype=linear.weight.dtype,
         device="meta",
     )
-    weight = bnb.nn.Params4bit(_owned(linear.weight), requires_grad=False, quant_type="nf4", module=layer)
+    weight = bnb.nn.Params4bit(linear.weight.detach(), requires_grad=False, quant_type="nf4", module=layer)
     return _filled(layer, weight, linear)
-
-
-def _owned(weight: Tensor) -> Tensor:
-    return weight.detach().clone()  # the library writes into what it is given
 
 
 def _filled(layer: nn.Module, weight: nn.Parameter, linear: nn.Linear) -> nn.Module:
