@@ -347,9 +347,8 @@ def _draw_marks(ax: Axes, ms: np.ndarray, moves: dict[str, list[tuple[float, flo
         for start, end in zip(spots, spots[1:], strict=False):
             _draw_move(ax, start, end)
         for spot in spots:
-            below = any(
-                spot[0] == x and spot[1] < y for x, y in spots
-            )  # the lower end of a way straight down or up
+            # A way straight up or down has its numbers outside of the two circles.
+            below = any(spot[0] == x and spot[1] < y for x, y in spots)
             _draw_symbol(ax, *spot, symbol, crowd.setdefault(spot, 0), below)
             crowd[spot] += 1
     key = [f"{symbol} {' → '.join(label for *_, label in points)}" for symbol, points in moves.items()]
@@ -599,7 +598,7 @@ def _draw_levels(
 
     most = min(top, int(reach / step))
     if most > 30:
-        style = {"color": "#DCDCDC", "lw": 0, "zorder": 1, "label": label}
+        style = {"color": "#E6E6E6", "lw": 0, "zorder": 1, "label": label}
         ax.fill_between(ends, -most * step, most * step, **style)
         return
     levels = np.arange(-most, most + 1) * step

@@ -307,9 +307,9 @@ def level_lines(ax) -> list:
 def test_quantization_grid_puts_weights_on_the_nearest_level_they_may_take():
     """HAZARDS 3: narrow range, so that the ends are -7 and 7 at 4 bits."""
     fig, ax = plotting.figure()
-    plotting.quantization_grid(ax, [0.34, -0.7, 0.06, 0.9], 0.1, bits=4)
+    plotting.quantization_grid(ax, [0.34, -0.9, 0.06, 0.9], 0.1, bits=4)
     weights, taken = (line.get_ydata() for line in ax.lines)
-    assert list(weights) == [0.34, -0.7, 0.06, 0.9]
+    assert list(weights) == [0.34, -0.9, 0.06, 0.9]
     assert list(taken) == pytest.approx([0.3, -0.7, 0.1, 0.7])  # 0.9 is beyond the last level
     assert [height for *_, height in level_lines(ax)] == pytest.approx([k / 10 for k in range(-7, 8)])
     errors = [s for c in ax.collections if c.get_zorder() == 2 for s in c.get_segments()]

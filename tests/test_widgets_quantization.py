@@ -65,6 +65,15 @@ def test_the_outlier_is_the_largest_weight_of_row_10_times_the_factor(weights, s
     assert odd[tuple(changed[0])] == pytest.approx(32 * plain[tuple(changed[0])])
 
 
+def test_the_largest_weight_may_be_negative_and_later_changes_of_the_model_do_not_matter():
+    w = torch.full((12, 64), 0.5)
+    w[OWNER, 7] = -2.0
+    shared = _WhoSharesTheScale({"w": w}, quantize_absmax, dequantize)
+    w.zero_()
+    got = shared.state("w", 8, "row", 3.0).weights[OWNER]
+    assert got[7] == -6 and got[0] == 0.5
+
+
 @pytest.mark.parametrize(
     ("share", "size"), [("tensor", 64 * 576), ("row", 576), (192, 192), (64, 64), (32, 32)]
 )
