@@ -209,11 +209,11 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
+        return self.norm.weight.dtype
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, (rows, 1, new, head_dim) in the model's dtype, computed in float32; sin is signed for rotate."""

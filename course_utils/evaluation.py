@@ -13,7 +13,7 @@ will do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,43 +147,55 @@ class Comparison:
 @torch.inference_mode()
 def compare(
     decoder_a: Decoder,
-    decoder_b: Decoder,
+    decoder_b: Decoder | Mapping[str, Decoder],
     tokens: Sequence[int] | Tensor,
     context: int = 256,
     progress: bool | Callable[[int, int], object] = False,
-) -> Comparison:
+) -> Comparison | dict[str, Comparison]:
     """KL(a ‖ b), top-1 agreement and both likelihoods on windows of ``context`` tokens without overlap.
 
-    Raises ValueError as :func:`perplexity` does, and where the vocabularies differ in size.
+    decoder_b: one decoder, or several by name; then ``decoder_a`` reads each window once for all of them, and a dict of
+    Comparisons with the same names is returned. Raises ValueError as :func:`perplexity` does, for no decoder, and where
+    the vocabularies differ in size.
     """
+    others = dict(decoder_b) if isinstance(decoder_b, Mapping) else {"b": decoder_b}
+    if not others:
+        raise ValueError("no decoder to compare with: decoder_b is empty")
     sequence = one_sequence(tokens)
     windows = list(_windows(len(sequence), context, None))
-    rows = []
+    rows = {name: [] for name in others}
     for done, (begin, _, end) in enumerate(windows, 1):
-        rows.append(_compare_window(decoder_a, decoder_b, sequence[begin:end]))
+        found = _compare_window(decoder_a, list(others.values()), sequence[begin:end])
+        for name, row in zip(others, found, strict=True):
+            rows[name].append(row)
         _report(progress, done, len(windows))
-    kl, agreements, nll_a, nll_b = zip(*rows, strict=True)
-    return Comparison(kl, agreements, nll_a, nll_b, tuple(end - first for _, first, end in windows), context)
+    counts = tuple(end - first for _, first, end in windows)
+    compared = {
+        name: Comparison(*map(tuple, zip(*rows[name], strict=True)), counts, context) for name in others
+    }
+    return compared if isinstance(decoder_b, Mapping) else compared["b"]
 
 
 def _compare_window(
-    decoder_a: Decoder, decoder_b: Decoder, sequence: list[int]
-) -> tuple[float, int, float, float]:
-    kl = nll_a = nll_b = 0.0
-    agreements = 0
-    pairs = zip(
-        _chunked_logits(decoder_a, sequence[:-1]), _chunked_logits(decoder_b, sequence[:-1]), strict=True
-    )
-    for (place, a), (_, b) in pairs:
-        if a.shape != b.shape:
-            raise ValueError(f"vocabularies of {a.shape[-1]} and {b.shape[-1]} tokens can't be compared")
-        agreements += int((greedy(a) == greedy(b).to(a.device)).sum())
-        a, b = a.log_softmax(dim=-1), b.to(a.device).log_softmax(dim=-1)
+    decoder_a: Decoder, others: list[Decoder], sequence: list[int]
+) -> list[tuple[float, int, float, float]]:
+    """(KL, agreements, nll of a, nll of b) of each other decoder, summed over the window."""
+    sums = [[0.0, 0, 0.0, 0.0] for _ in others]
+    readers = [_chunked_logits(decoder, sequence[:-1]) for decoder in (decoder_a, *others)]
+    for (place, a), *found in zip(*readers, strict=True):
         targets = torch.tensor(sequence[1:][place], device=a.device)
-        nll_a += float(F.nll_loss(a, targets, reduction="sum"))
-        nll_b += float(F.nll_loss(b, targets, reduction="sum"))
-        kl += float(F.kl_div(b, a, reduction="sum", log_target=True))  # torch takes the approximation first
-    return kl, agreements, nll_a, nll_b
+        choice, a = greedy(a), a.log_softmax(dim=-1)
+        for total, (_, b) in zip(sums, found, strict=True):
+            if a.shape != b.shape:
+                raise ValueError(f"vocabularies of {a.shape[-1]} and {b.shape[-1]} tokens can't be compared")
+            b = b.to(a.device)
+            total[1] += int((choice == greedy(b)).sum())
+            b = b.log_softmax(dim=-1)
+            # torch takes the approximation first
+            total[0] += float(F.kl_div(b, a, reduction="sum", log_target=True))
+            total[2] += float(F.nll_loss(a, targets, reduction="sum"))
+            total[3] += float(F.nll_loss(b, targets, reduction="sum"))
+    return [tuple(total) for total in sums]
 
 
 @dataclass(frozen=True)

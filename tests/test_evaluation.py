@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -348,3 +349,20 @@ def test_cuda_measures_the_same(tiny_decoder):
     plain, moved = tiny_decoder(), tiny_decoder().cuda()
     assert perplexity(moved, TEXT, 16).value == pytest.approx(perplexity(plain, TEXT, 16).value, rel=1e-4)
     assert compare(plain, moved, TEXT, 16).kl == pytest.approx(0, abs=1e-5)
+
+
+def test_several_models_against_one_equal_the_pairs(tiny_decoder):
+    decoder = tiny_decoder()
+    others = {}
+    for name, size in (("near", 0.01), ("far", 0.1)):
+        others[name] = copy.deepcopy(decoder)
+        with torch.no_grad():
+            others[name].norm.weight.add_(size)
+    tokens = list(range(1, 40))
+    together = compare(decoder, others, tokens, context=16)
+    assert list(together) == ["near", "far"]
+    for name, other in others.items():
+        assert together[name] == compare(decoder, other, tokens, context=16)
+    assert 0 < together["near"].kl < together["far"].kl
+    with pytest.raises(ValueError, match="no decoder"):
+        compare(decoder, {}, tokens)
