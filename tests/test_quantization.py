@@ -1057,6 +1057,7 @@ def test_half_precision_decoders(tiny_decoder, head, dtype, order):
     tokens = tokens_of(original, 2, 7)
     got, want = decoder(tokens), exact(tokens)
     assert got.dtype == torch.float32 and decoder.dtype == dtype
+    assert decoder.embedding(tokens).dtype == decoder.hidden(tokens).dtype == dtype
     near = {torch.float16: 0.05, torch.bfloat16: 0.35}[dtype]
     assert (got - want).abs().max().item() < near * want.abs().max().item()
     assert all(m.scale.dtype == torch.float32 for m in decoder.modules() if isinstance(m, QuantizedLinear))

@@ -134,6 +134,8 @@ def test_every_dtype(kind, dtype, bias, monkeypatch):
         Scheme(4, 1, True),
         Scheme(3, 64, True),
         Scheme(8, 64, True),
+        Scheme(8, None, True),  # one scale a row, and a zero point
+        Scheme(3, None, True),
         Scheme(2),
         Scheme(6, 96),
         Scheme(4, None, False, True),
@@ -392,6 +394,22 @@ def test_float32_weights_that_are_slices(part):
     for rows in (1, 5):
         x = random_input(rows, 64)
         torch.testing.assert_close(KernelLinear(linear)(x), F.linear(x, weight), atol=1e-4, rtol=1e-5)
+
+
+def test_the_float32_product_serves_few_rows_only():
+    class Spy:
+        most_rows, calls = 3, 0
+
+        def __call__(self, x, layer):
+            self.calls += 1
+            return cpu_product()(x, layer)
+
+    linear, spy = linear_of(random_weight(19, 64), bias=True), Spy()
+    layer = KernelLinear(linear, spy)
+    for rows, calls in ((1, 1), (3, 2), (4, 2), (70, 2)):
+        x = random_input(rows, 64)
+        torch.testing.assert_close(layer(x), linear(x), atol=1e-4, rtol=1e-5)
+        assert spy.calls == calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
