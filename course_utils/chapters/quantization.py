@@ -90,7 +90,10 @@ def bits_per_weight(bits, group_size, scale_bits=32, zero_bits=0) -> float:
 def pack_int4(q: Tensor) -> Tensor:
     """int8 codes −8 … 7, (…, n) → uint8 (…, ⌈n/2⌉): offset 8, low first."""
     if q.dtype != torch.int8 or q.numel() and (q.min() < -8 or q.max() > 7):
-        raise ValueError("q must be int8 and between −8 and 7")
+        low, high = q.min().item(), q.max().item()
+        raise ValueError(
+            f"q is {q.dtype} from {low} to {high}; give int8 from −8 to 7"
+        )
     nibbles = (q + 8).to(torch.uint8)
     if nibbles.shape[-1] % 2:
         nibbles = F.pad(nibbles, (0, 1))
@@ -184,12 +187,16 @@ class QuantizedLinear(nn.Module):
         return dequantize(self.codes(rows), scale, zero, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // self.in_features
-        if self.product is None or rows > self.product.most_rows:
+        rows = x.shape[:-1].numel()
+        if self.product is None or not 0 < rows <= self.product.most_rows:
             return F.linear(x, self.weight(x.dtype), self.bias)
-        y = self.product(x.reshape(rows, -1), self)
+        y = self.product(x.reshape(rows, self.in_features), self)
         y = y if self.bias is None else y + self.bias
         return y.view(*x.shape[:-1], -1)
+
+    @property
+    def nbytes(self):  # of codes, scales, zero points and bias
+        return sum(t.nbytes for t in self.buffers())
 
     def _apply(self, fn, recurse=True):  # .to(bfloat16) must not round scales
         scale = self.scale
@@ -239,10 +246,14 @@ def replace_linears_(decoder, make, head="alone") -> dict:
             reasons[name] = str(error)
     reasons["lm_head"] = "tied to the embedding" if tied else "left alone"
     if head != "alone":
-        dtype = decoder.dtype
-        decoder.lm_head, reasons["lm_head"] = make(decoder.lm_head), None
-        if head == "shared":
-            decoder.embedding = QuantizedEmbedding(decoder.lm_head, dtype)
+        try:
+            decoder.lm_head, reasons["lm_head"] = make(decoder.lm_head), None
+        except ValueError as error:
+            reasons["lm_head"] = str(error)
+        else:
+            if head == "shared":
+                layer, dtype = decoder.lm_head, decoder.dtype
+                decoder.embedding = QuantizedEmbedding(layer, dtype)
     return reasons
 
 
@@ -306,17 +317,18 @@ def quantize_(decoder, scheme="int8", head="alone", product=None) -> Report:
         decoder, lambda layer: QuantizedLinear(layer, scheme, product), head
     )
     tied, layers = decoder.config.tie_embeddings, []
+    done = head != "alone" and reasons["lm_head"] is None
     for name, reason in reasons.items():
         after = stored_bytes(decoder.get_submodule(name))
         layers.append(
             LayerBytes(name, reason is None, before[name], after, reason or "")
         )
-    if tied and head == "copied":  # the float tensor stays for the lookup
+    if done and tied and head == "copied":  # the float tensor stays for the lookup
         layers[-1] = layers[-1]._replace(before=0, reason="a copy")
-    if not tied or head == "copied":
+    if not tied or done and head == "copied":
         same = before["embedding"], before["embedding"]
         layers.append(LayerBytes("embedding", False, *same, "looked up"))
-    elif head == "shared":
+    elif done:
         layers[-1] = layers[-1]._replace(reason="shared with the embedding")
     norms = before[""] - sum(line.before for line in layers)
     layers.append(LayerBytes("norms", False, norms, norms))

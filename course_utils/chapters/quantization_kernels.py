@@ -47,6 +47,9 @@ def int4_row_kernel():
     words (out, groups, 8) int32: the packed bytes; scale and zero (out,
     groups); x (groups · 64,). Source: deep dive 1A, §1A.3.
     """
+    from course_utils.machine import configure_numba
+
+    configure_numba()
     from numba import njit, prange
     f32, i32, powers = np.float32, np.int32, 0.0625 ** np.arange(8)
     powers[7] = 1  # the topmost nibble is shifted
@@ -90,6 +93,9 @@ def few_rows_kernels():
     the same, two codes a byte. Floats: w (out, in). x (rows, in) and
     y (rows, out) are float32. Source: deep dive 1A, §1A.4.
     """
+    from course_utils.machine import configure_numba
+
+    configure_numba()
     from numba import njit, prange
     f32, block = np.float32, 16  # rows of W that share a buffer
 
@@ -224,10 +230,11 @@ class KernelLinear(torch.nn.Module):
 
     def forward(self, x):
         """(…, in) → (…, out)."""
-        rows = x.numel() // self.in_features
-        if rows > self.product.most_rows or self.weight.dtype != torch.float32:
+        rows = x.shape[:-1].numel()
+        few = 0 < rows <= self.product.most_rows
+        if not few or self.weight.dtype != torch.float32:
             return torch.nn.functional.linear(x, self.weight, self.bias)
-        y = self.product(x.reshape(rows, -1), self)
+        y = self.product(x.reshape(rows, self.in_features), self)
         y = y if self.bias is None else y + self.bias
         return y.view(*x.shape[:-1], -1)
 
