@@ -124,6 +124,24 @@ def test_summary_counts_in_order_with_words(capsys):
     assert lines[3].startswith("7.10") and "✗ not right yet" in lines[3]
 
 
+def test_a_deep_dive_has_exercises_and_a_count_of_its_own(capsys):
+    """Ids such as "7A.1" stand between those of chapters 7 and 8 and are no part of chapter 7."""
+    for id in ("10.1", "7B.1", "8.1", "7A.2", "7A.10"):
+        exercise(id, "Another")(lambda answer: "So it is.")
+    shown = []
+    for chapter in (7, "7A", "7"):
+        exercises.summary(chapter)
+        lines = capsys.readouterr().out.splitlines()
+        shown.append([line.split()[0] for line in lines[2:-1]] + lines[-1:])
+    assert shown == [["7.2", "7.10", "0 of 2 solved"], ["7A.2", "7A.10", "0 of 2 solved"], shown[0]]
+    check("7A.2", 1, strict=True)
+    capsys.readouterr()
+    exercises.summary()
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 solved"
+    known = "7.2, 7.10, 7A.2, 7A.10, 7B.1, 8.1, 10.1."
+    assert judge("7C.1").sentence == f"There is no exercise '7C.1'; the course has {known}"
+
+
 def test_summary_of_a_chapter_not_begun(capsys):
     exercises.summary(7)
     out = capsys.readouterr().out
@@ -178,7 +196,9 @@ def test_importing_the_package_brings_all_checks_and_nothing_heavy():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     known, heavy = found.stdout.split("\n")[:2]
-    assert {f"{chapter}.{n}" for chapter in (1, 2) for n in range(1, 7)} <= set(known.split())
+    assert {f"{chapter}.{n}" for chapter in (1, 2) for n in range(1, 7)} | {"1A.1", "1A.2"} <= set(
+        known.split()
+    )
     assert heavy == ""
 
 

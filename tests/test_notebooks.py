@@ -19,11 +19,15 @@ from course_utils.generation import generate
 
 ROOT = Path(__file__).parent.parent
 CHAPTERS = sorted(ROOT.glob("notebooks/0*.ipynb"))
+DEEP_DIVES = sorted(ROOT.glob("notebooks/deep_dives/0*.ipynb"))
+ID = re.compile(r"exercises\.check\((\"[^\"]+\")")
 SOLUTION = re.compile(r"<summary>Solution</summary>\s*```python\n(.*?)```", re.S)
 
 
 def read(chapter: str):
-    return nbformat.read(next(ROOT.glob(f"notebooks/{chapter}_*.ipynb")), as_version=4)
+    """The notebook of a chapter ("02") or a deep dive ("01a")."""
+    (path,) = (path for path in CHAPTERS + DEEP_DIVES if path.stem.startswith(f"{chapter}_"))
+    return nbformat.read(path, as_version=4)
 
 
 def tagged(notebook, tag: str) -> list[str]:
@@ -98,11 +102,28 @@ def strict_check(source: str) -> str:
     return ast.unparse(call)
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_printed_solution_passes(number, tiny_decoder, capsys):
-    source, solution = exercise_cells("02")[number]
+def solved_in(paths: list[Path]) -> list:
+    """(chapter, number) of every exercise that stands in these notebooks."""
+    keys = [path.stem.split("_")[0] for path in paths]
+    return [(key, number) for key in keys for number in range(len(exercise_cells(key)))]
+
+
+@pytest.mark.parametrize("path", CHAPTERS + DEEP_DIVES, ids=lambda path: path.stem)
+def test_every_exercise_of_the_registry_stands_in_its_notebook(path):
+    chapter = path.stem.split("_")[0]
+    asked = [ast.literal_eval(ID.search(source)[1]) for source, _ in exercise_cells(chapter)]
+    prefix = chapter.lstrip("0").upper()  # 01a: 1A
+    assert asked == [f"{prefix}.{n}" for n in range(1, len(asked) + 1)]
+    assert set(asked) == {id for id in exercises.EXERCISES if id.split(".")[0] == prefix}
+    assert len(asked) == (2 if path in DEEP_DIVES else 6)
+
+
+@pytest.mark.parametrize(("chapter", "number"), solved_in(CHAPTERS + DEEP_DIVES))
+def test_printed_solution_passes(chapter, number, tiny_decoder, capsys):
+    source, solution = exercise_cells(chapter)[number]
     names = {"exercises": exercises, "torch": torch, "copy": copy, "KVCache": kv_cache.KVCache}
     names["exact"] = tiny_decoder()
+    names["sample"] = torch.randn(64, 192, generator=torch.Generator().manual_seed(0))
     exec(source, names)
     assert "not answered yet" in capsys.readouterr().out
     exec(solution, names)

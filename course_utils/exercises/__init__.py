@@ -4,7 +4,7 @@
 registered here, on import.
 """
 
-from course_utils.exercises import kv_cache, quantization
+from course_utils.exercises import kernels, kv_cache, quantization
 from course_utils.exercises.core import (
     EXERCISES,
     PASSED,
@@ -43,6 +43,7 @@ __all__ = [
     "functions",
     "in_order",
     "judge",
+    "kernels",
     "kv_cache",
     "quantization",
     "reset",

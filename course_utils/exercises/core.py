@@ -14,7 +14,8 @@ from __future__ import annotations
 import dis
 import inspect
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -60,7 +61,7 @@ _results: dict[str, Result] = {}
 
 
 def exercise(id: str, title: str) -> Callable:
-    """Register the decorated function as the check of exercise ``id``, such as "2.3"."""
+    """Register the decorated function as the check of exercise ``id``, such as "2.3" or, of a deep dive, "1A.2"."""
 
     def register(judge: Callable[..., str]) -> Callable[..., str]:
         EXERCISES[id] = Exercise(id, title, judge)
@@ -104,8 +105,11 @@ def judge(id: str, answer=None, **given) -> Result:
         return Result(id, WRONG, f"The check stopped with {named(error)}.")
 
 
-def summary(chapter: int | None = None) -> None:
-    """Show the exercises of a chapter (None: of all chapters met in this session) with their states, and the count."""
+def summary(chapter: int | str | None = None) -> None:
+    """Show the exercises of a chapter (1) or a deep dive ("1A") with their states, and the count.
+
+    None: of all chapters and deep dives met in this session. A chapter's count leaves its deep dives out.
+    """
     met = {id.split(".")[0] for id in _results if id in EXERCISES} if chapter is None else {str(chapter)}
     chosen = [EXERCISES[id] for id in sorted(EXERCISES, key=_order) if not met or id.split(".")[0] in met]
     states = [_results[e.id].state if e.id in _results else UNANSWERED for e in chosen]
@@ -152,7 +156,7 @@ def said(function: Callable, *args, **kwargs) -> str:
         return repr(value) if len(repr(value)) <= 60 else "…"
 
     parts = [shown(value) for value in args] + [f"{name}={shown(value)}" for name, value in kwargs.items()]
-    return f"{getattr(function, '__name__', 'your function')}({', '.join(parts)})"
+    return f"{name_of(function)}({', '.join(parts)})"
 
 
 def functions(answer, *names: str) -> tuple[Callable, ...]:
@@ -197,6 +201,80 @@ def whole(value, where: str) -> int:
     return int(value)
 
 
+def again(where: str, function: Callable, *args):
+    """What a function returns that has answered before: None is then wrong, not unanswered."""
+    try:
+        return attempt(where, function, *args)
+    except Unanswered:
+        raise Wrong(f"{where} is None, though other calls are answered.") from None
+
+
+def number(value, where: str) -> float:
+    """``value`` as float; Wrong where it is no finite number."""
+    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    try:
+        found = math.nan if isinstance(value, (bool, str)) else float(value)
+    except Exception:
+        found = math.nan
+    if not math.isfinite(found):
+        raise Wrong(f"{where} should be a number; it is {short(value)}.")
+    return found
+
+
+def tensor(value, where: str) -> Tensor:
+    """``value`` as a tensor on the CPU; Wrong where it is none."""
+    try:
+        return torch.as_tensor(value).detach().cpu()
+    except Exception:
+        raise Wrong(f"{where} should be a tensor; it is {short(value)}.") from None
+
+
+def function_and(answer, name: str, other: str) -> tuple[Callable, object]:
+    """An answer of a function and something else; the function may be missing, then it returns nothing."""
+    wanted = f"({name}, {other})"
+    found = answer if isinstance(answer, (tuple, list)) else (answer,)
+    if len(found) != 2:
+        raise Wrong(
+            f"The answer should be {wanted}; {len(found)} thing(s) came. Pass both in brackets: {wanted}."
+        )
+    if callable(found[1]) and not callable(found[0]):
+        raise Wrong(f"The answer stands in the other order: {wanted} is wanted.")
+    return functions(found[0], name)[0], found[1]
+
+
+@contextmanager
+def unchanged(where: str, *given: Tensor) -> Iterator[None]:
+    """Wrong where the function wrote into what it was given."""
+    before = [one.clone() for one in given]
+    yield
+    for now, old in zip(given, before, strict=True):
+        if now.dtype != old.dtype or now.shape != old.shape or not torch.equal(now, old):
+            raise Wrong(f"{where} wrote into the tensor it was given; make a new one.")
+
+
+def name_of(function: Callable) -> str:
+    """Its name, or words for it where it has none."""
+    return getattr(function, "__name__", "your function")
+
+
+def short(value) -> str:
+    """``value`` as Python writes it, or the name of its type where that is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def digits(value: float) -> str:
+    """Four digits, without a power of ten where that reads better: 44.84, 358,700, 7.98e-09."""
+    if value and not 1e-3 <= abs(value) < 1e9:
+        return f"{value:.3g}"
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def dtype_name(values: Tensor) -> str:
+    """The dtype without its package: float32."""
+    return str(values.dtype).removeprefix("torch.")
+
+
 def _is_missing(answer) -> bool:
     """Whether it is None, ``...``, a stub, or a tuple, list or dict that still holds one of them.
 
@@ -232,7 +310,9 @@ def named(error: BaseException) -> str:
 
 
 def _order(id: str) -> list:
-    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in id.split(".")]
+    """1.2, 1.10, 1A.1, 2.1: by number, a chapter's deep dives after it."""
+    parts = [re.fullmatch(r"([0-9]*)(.*)", part, re.DOTALL).groups() for part in id.split(".")]
+    return [(not count, int(count or 0), letters) for count, letters in parts]
 
 
 @contextmanager

@@ -15,12 +15,21 @@ from torch.overrides import TorchFunctionMode
 from course_utils.exercises.core import (
     Unanswered,
     Wrong,
+    again,
     attempt,
+    digits,
+    dtype_name,
     exercise,
+    function_and,
     functions,
     in_order,
+    name_of,
+    number,
     one_thread,
     said,
+    short,
+    tensor,
+    unchanged,
     whole,
 )
 
@@ -35,56 +44,8 @@ WHY_NOT_AT_8_BITS = {
 # --- what several checks need ----------------------------------------------------------------------------------------
 
 
-def _again(where: str, function: Callable, *args):
-    """What a function returns that has answered before: None is then wrong, not unanswered."""
-    try:
-        return attempt(where, function, *args)
-    except Unanswered:
-        raise Wrong(f"{where} is None, though other calls are answered.") from None
-
-
-def _number(value, where: str) -> float:
-    """``value`` as float; Wrong where it is no finite number."""
-    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    try:
-        found = math.nan if isinstance(value, (bool, str)) else float(value)
-    except Exception:
-        found = math.nan
-    if not math.isfinite(found):
-        raise Wrong(f"{where} should be a number; it is {_short(value)}.")
-    return found
-
-
-def _tensor(value, where: str) -> Tensor:
-    """``value`` as a tensor on the CPU; Wrong where it is none."""
-    try:
-        return torch.as_tensor(value).detach().cpu()
-    except Exception:
-        raise Wrong(f"{where} should be a tensor; it is {_short(value)}.") from None
-
-
-def _short(value) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"a {type(value).__name__}"
-
-
-def _type(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _digits(value: float) -> str:
-    """Four digits, without a power of ten where that reads better: 44.84, 358,700, 7.98e-09."""
-    if value and not 1e-3 <= abs(value) < 1e9:
-        return f"{value:.3g}"
-    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-
-
 def _list(values: Tensor) -> str:
-    return f"[{', '.join(_digits(value) for value in values.tolist())}]"
-
-
-def _name(function: Callable) -> str:
-    return getattr(function, "__name__", "your function")
+    return f"[{', '.join(digits(value) for value in values.tolist())}]"
 
 
 def _parts(found, where: str, *names: str) -> tuple:
@@ -98,19 +59,6 @@ def _parts(found, where: str, *names: str) -> tuple:
         if part is None:
             raise Wrong(f"{where} returns None as {name}.")
     return tuple(found)
-
-
-def _function_and(answer, name: str, other: str) -> tuple[Callable, object]:
-    """An answer of a function and something else; the function may be missing, then it returns nothing."""
-    wanted = f"({name}, {other})"
-    found = answer if isinstance(answer, (tuple, list)) else (answer,)
-    if len(found) != 2:
-        raise Wrong(
-            f"The answer should be {wanted}; {len(found)} thing(s) came. Pass both in brackets: {wanted}."
-        )
-    if callable(found[1]) and not callable(found[0]):
-        raise Wrong(f"The answer stands in the other order: {wanted} is wanted.")
-    return functions(found[0], name)[0], found[1]
 
 
 class _NaNWatch(TorchFunctionMode):
@@ -137,16 +85,6 @@ def _nan_is_seen() -> Iterator[_NaNWatch]:
         yield watch
 
 
-@contextmanager
-def _unchanged(where: str, *given: Tensor) -> Iterator[None]:
-    """Wrong where the function wrote into what it was given."""
-    before = [tensor.clone() for tensor in given]
-    yield
-    for tensor, old in zip(given, before, strict=True):
-        if tensor.dtype != old.dtype or tensor.shape != old.shape or not torch.equal(tensor, old):
-            raise Wrong(f"{where} wrote into the tensor it was given; make a new one.")
-
-
 # --- 1.1 -------------------------------------------------------------------------------------------------------------
 
 _READ_ONCE = "a token needs each weight once, so it is read once"
@@ -164,15 +102,15 @@ def _floor(answer, **given) -> str:
     )  # 44.84 11.21 42.12 10.53
     for place, args in enumerate(cases):
         where = _floor_call(floor_ms, *args)
-        got = _number((_again if place else attempt)(where, floor_ms, *args), where)
+        got = number((again if place else attempt)(where, floor_ms, *args), where)
         want = _floor_ms(*args)
         if not math.isclose(got, want, rel_tol=1e-3, abs_tol=0.05):  # one decimal is enough
-            raise Wrong(f"{where} gave {_digits(got)}{_why_ms(floor_ms, args, got, want)}")
+            raise Wrong(f"{where} gave {digits(got)}{_why_ms(floor_ms, args, got, want)}")
     return "A quarter of the bits, a quarter of the floor. No token comes sooner; whether it comes that soon is the kernel's part."
 
 
 def _floor_call(floor_ms: Callable, num_params: int, bits: int, bandwidth: float) -> str:
-    return f"{_name(floor_ms)}({num_params:_}, {bits}, {bandwidth / 1e9:g}e9)"
+    return f"{name_of(floor_ms)}({num_params:_}, {bits}, {bandwidth / 1e9:g}e9)"
 
 
 def _floor_ms(num_params: int, bits: int, bandwidth: float) -> float:
@@ -228,7 +166,7 @@ def _ignored(floor_ms: Callable, args: tuple, got: float) -> str:
     for place, name in enumerate(("num_params", "bits", "bandwidth")):
         double = [2 * value if i == place else value for i, value in enumerate(args)]
         where = _floor_call(floor_ms, *double)
-        if _number(_again(where, floor_ms, *double), where) == got:
+        if number(again(where, floor_ms, *double), where) == got:
             return name
     return ""
 
@@ -261,10 +199,10 @@ def _judge_small_rows(function: Callable) -> None:
     _judge_minus_128(q, w, row)
     for wrong, why in _SCALES:
         if math.isclose(value, wrong, rel_tol=1e-3):
-            raise Wrong(f"The scale of {row} is {_digits(value)}, {why} Wanted 5/127 = 0.03937.")
+            raise Wrong(f"The scale of {row} is {digits(value)}, {why} Wanted 5/127 = 0.03937.")
     _judge_fit(q, scale, w, row_name=lambda _: row)
     if not math.isclose(value, 5 / 127, rel_tol=1e-4):
-        raise Wrong(f"The scale of {row} is {_digits(value)}; wanted absmax / 127 = 5/127 = 0.03937.")
+        raise Wrong(f"The scale of {row} is {digits(value)}; wanted absmax / 127 = 5/127 = 0.03937.")
 
 
 _SCALES = (  # of the row [1, −2, 3, −5]
@@ -304,7 +242,7 @@ def _judge_half_rows(function: Callable) -> None:
             "The float16 row of 1e−6 came back as zeros: 1e−6/127 is smaller than the least float16, so the scale "
             "became 0. Compute it in float32, from w.float()."
             if survives
-            else f"The row of 1e−6 came back as zeros: its scale is {_digits(scale[0].item())}, wanted 7.98e-09. "
+            else f"The row of 1e−6 came back as zeros: its scale is {digits(scale[0].item())}, wanted 7.98e-09. "
             "A least scale (or one added) flattens small rows: replace a scale only where it is 0."
         )
     want = w.double().abs().amax(1) / 127
@@ -312,7 +250,7 @@ def _judge_half_rows(function: Callable) -> None:
         scale[2].item(), want[2].item(), rel_tol=1e-2
     ):
         raise Wrong(
-            f"The scale of the row of 1e−6 is {_digits(scale[0].item())}, wanted 7.98e-09. "
+            f"The scale of the row of 1e−6 is {digits(scale[0].item())}, wanted 7.98e-09. "
             "A least scale (or one added) spoils small rows: replace a scale only where it is 0."
         )
     _judge_fit(q, scale, w, row_name=lambda i: f"row {i} of {where}")
@@ -320,14 +258,14 @@ def _judge_half_rows(function: Callable) -> None:
 
 def _rows(function: Callable, w: Tensor, what: str, first: bool = False, look_for_nan: bool = True):
     """(q, scale) of a matrix, int8 and (out, 1) float64; Wrong for other shapes and types and for a NaN on the way."""
-    where = f"{_name(function)} of {what}"
+    where = f"{name_of(function)} of {what}"
     try:
-        with _nan_is_seen() as watch, _unchanged(where, w):
-            found = (attempt if first else _again)(where, function, w)
+        with _nan_is_seen() as watch, unchanged(where, w):
+            found = (attempt if first else again)(where, function, w)
     except Wrong as wrong:
         raise Wrong(_rows_way_out(str(wrong))) from None
     q, scale = (
-        _tensor(part, f"{name} from {where}")
+        tensor(part, f"{name} from {where}")
         for part, name in zip(_parts(found, where, "q", "scale"), ("q", "scale"), strict=True)
     )
     if scale.shape == w.shape and not scale.is_floating_point() and q.numel() in (1, len(w)):
@@ -338,7 +276,7 @@ def _rows(function: Callable, w: Tensor, what: str, first: bool = False, look_fo
     if look_for_nan and (watch.seen or q.is_floating_point() and q.isnan().any() or scale.isnan().any()):
         raise Wrong(_NAN)
     if q.dtype != torch.int8:
-        raise Wrong(f"q has the type {_type(q)}; int8 is wanted{_WHY_TYPE.get(q.dtype, '')}.")
+        raise Wrong(f"q has the type {dtype_name(q)}; int8 is wanted{_WHY_TYPE.get(q.dtype, '')}.")
     if not scale.isfinite().all():
         raise Wrong(f"A scale of {what} is {_list(scale.flatten())}; it must be finite.")
     return q, scale.reshape(-1, 1).double()
@@ -373,7 +311,7 @@ def _judge_row_scale(scale: Tensor, w: Tensor, who: str) -> None:
             why = ": a scale for every weight costs more than the weights"
         raise Wrong(f"The scale has the shape {shape}; wanted ({rows}, 1), one a row{why}.")
     if not scale.is_floating_point():
-        raise Wrong(f"The scale has the type {_type(scale)}; float32 is wanted.")
+        raise Wrong(f"The scale has the type {dtype_name(scale)}; float32 is wanted.")
 
 
 def _judge_minus_128(q: Tensor, w: Tensor, row: str) -> None:
@@ -416,8 +354,8 @@ def _judge_fit(q: Tensor, scale: Tensor, w: Tensor, row_name: Callable[[int], st
         )
         why = next((f" {why}" for cut, why in causes if inside and (cut == q).double().mean() > 0.9), "")
         raise Wrong(
-            f"{_capital(row_name(row))}: {_digits(exact[row, column].item())} came back as "
-            f"{_digits(back[row, column].item())}, with a step of {_digits(scale[row].item())}.{why}"
+            f"{_capital(row_name(row))}: {digits(exact[row, column].item())} came back as "
+            f"{digits(back[row, column].item())}, with a step of {digits(scale[row].item())}.{why}"
         )
     largest = exact.abs().amax(1, keepdim=True)
     wrong = ((back.abs().amax(1, keepdim=True) - largest).abs() > largest * 1e-5).nonzero()
@@ -439,7 +377,7 @@ def _capital(text: str) -> str:
 
 @exercise("1.3", "The price of a scale")
 def _price_of_a_scale(answer, **given) -> str:
-    price, smallest_group = _function_and(answer, "price", "smallest_group")
+    price, smallest_group = function_and(answer, "price", "smallest_group")
     in_order(("price", lambda: _judge_price(price)))
     if smallest_group is None or smallest_group is ...:
         raise Unanswered("price is right so far; smallest_group is still empty.")
@@ -450,7 +388,7 @@ def _price_of_a_scale(answer, **given) -> str:
 def _judge_price(price: Callable) -> None:
     for place, args in enumerate(((4, 128, 16), (4, 128, 16, 4), (4, 32, 16), (8, 576, 32), (3, 64, 32, 8))):
         where = said(price, *args)
-        got = _number((_again if place else attempt)(where, price, *args), where)
+        got = number((again if place else attempt)(where, price, *args), where)
         want = _price(*args)
         if not math.isclose(got, want, rel_tol=1e-6):
             raise Wrong(f"{where} gave {got:,.6g}; wanted {want:.6g}{_why_price(got, *args)}")
@@ -543,17 +481,17 @@ def _with_zero_point(
     function: Callable, w: Tensor, bits: int, what: str, first: bool = False
 ) -> tuple[Tensor, float, float]:
     """(q, scale, zero point) of a 1-D w; Wrong for other shapes and types."""
-    where = f"{_name(function)}({what}, {bits})"
+    where = f"{name_of(function)}({what}, {bits})"
     try:
-        with _nan_is_seen() as watch, _unchanged(where, w):
-            found = (attempt if first else _again)(where, function, w, bits)
+        with _nan_is_seen() as watch, unchanged(where, w):
+            found = (attempt if first else again)(where, function, w, bits)
     except Wrong as wrong:
         raise Wrong(_NO_RANGE if _CAST in str(wrong) else str(wrong)) from None
     q, scale, zero = _parts(found, where, "q", "scale", "zero_point")
     q, scale, zero = (
-        _tensor(q, f"q from {where}"),
-        _tensor(scale, f"scale from {where}"),
-        _tensor(zero, f"zero_point from {where}"),
+        tensor(q, f"q from {where}"),
+        tensor(scale, f"scale from {where}"),
+        tensor(zero, f"zero_point from {where}"),
     )
     if q.shape != w.shape:
         raise Wrong(
@@ -568,12 +506,12 @@ def _with_zero_point(
     scale, zero = scale.item(), zero.item()
     if zero and abs(zero) < 1 and float(scale).is_integer():
         raise Wrong(
-            f"{where} returns scale {_digits(scale)} and zero point {_digits(zero)}: the order is (q, scale, zero_point)."
+            f"{where} returns scale {digits(scale)} and zero point {digits(zero)}: the order is (q, scale, zero_point)."
         )
     if q.is_floating_point() and not torch.equal(q, q.round()):
         raise Wrong(f"{where} gives q = {_list(q[:4])}; whole numbers are wanted: round.")
     if q.is_floating_point():
-        raise Wrong(f"{where} gives q the type {_type(q)}; uint8 is wanted. Add .to(torch.uint8).")
+        raise Wrong(f"{where} gives q the type {dtype_name(q)}; uint8 is wanted. Add .to(torch.uint8).")
     return q.double(), float(scale), zero
 
 
@@ -583,7 +521,7 @@ _NO_RANGE = "Zeros alone have no range, so the scale is 0 and w / scale is 0/0: 
 def _judge_zero_point(zero: float, w: Tensor, bits: int, where: str) -> None:
     q, scale, want = _affine(w, bits)
     least, largest, top = w.min().item(), w.max().item(), 2**bits - 1
-    says = f"{where} gives zero point {_digits(zero)}"
+    says = f"{where} gives zero point {digits(zero)}"
     if least < 0 < largest and math.isclose(zero, least, rel_tol=1e-5):
         raise Wrong(
             f"{says}, the least weight; wanted {want}: the whole number that stands for the weight 0."
@@ -616,10 +554,10 @@ def _judge_example(function: Callable) -> None:
         (3, "the whole range; 15 steps must share it."),
     ):
         if math.isclose(scale, wrong, rel_tol=1e-3):
-            raise Wrong(f"The scale of {what} at 4 bits is {_digits(scale)}, {why} Wanted 0.2.")
+            raise Wrong(f"The scale of {what} at 4 bits is {digits(scale)}, {why} Wanted 0.2.")
     if not math.isclose(scale, 0.2, rel_tol=1e-4):
-        raise Wrong(f"The scale of {what} at 4 bits is {_digits(scale)}; wanted 3/15 = 0.2.")
-    _judge_zero_point(zero, w, 4, f"{_name(function)}({what}, 4)")
+        raise Wrong(f"The scale of {what} at 4 bits is {digits(scale)}; wanted 3/15 = 0.2.")
+    _judge_zero_point(zero, w, 4, f"{name_of(function)}({what}, 4)")
     if zero != 5:
         half = " Half of the range is no place for 0 here: it is 5 steps above −1." if zero in (7, 8) else ""
         raise Wrong(f"The zero point of {what} at 4 bits is {zero:g}; wanted round(1 / 0.2) = 5.{half}")
@@ -651,16 +589,16 @@ def _explain_q(q: Tensor, says: str) -> None:
 
 def _judge_range(function: Callable, w: Tensor, bits: int, what: str) -> None:
     """Wrong unless q stays in its range and every weight comes back within half a step."""
-    what = what.format(_digits(w.min().item()), _digits(w.max().item()))
+    what = what.format(digits(w.min().item()), digits(w.max().item()))
     q, scale, zero = _with_zero_point(function, w, bits, what)
     top, (_, want, middle) = 2**bits - 1, _affine(w, bits)
-    where = f"{_name(function)}({what}, {bits})"
+    where = f"{name_of(function)}({what}, {bits})"
     _judge_zero_point(zero, w, bits, where)
     if bits != 4 and math.isclose(scale, want * top / 15, rel_tol=1e-3):
-        raise Wrong(f"{where} has scale {_digits(scale)}: that is for 4 bits. {bits} bits have {top} steps.")
+        raise Wrong(f"{where} has scale {digits(scale)}: that is for 4 bits. {bits} bits have {top} steps.")
     if not math.isclose(scale, want, rel_tol=1e-3):
         always = "" if w.min() < 0 < w.max() else ", since the range includes 0"
-        raise Wrong(f"{where} has scale {_digits(scale)}; wanted {_digits(want)}{always}.")
+        raise Wrong(f"{where} has scale {digits(scale)}; wanted {digits(want)}{always}.")
     if not 0 <= q.min() <= q.max() <= top:
         raise Wrong(
             f"{where} has q from {q.min():g} to {q.max():g}; {bits} bits without a sign hold 0 to {top}."
@@ -671,8 +609,8 @@ def _judge_range(function: Callable, w: Tensor, bits: int, what: str) -> None:
     off = ((q - zero) * scale - exact).abs()
     if off.max() > scale * 0.501:
         place = off.argmax()
-        came = f"{where}: {_digits(exact[place].item())} came back as {_digits(((q - zero) * scale)[place].item())}"
-        raise Wrong(f"{came}, with a step of {_digits(scale)}. {_why_off(q, exact, scale, zero, top)}")
+        came = f"{where}: {digits(exact[place].item())} came back as {digits(((q - zero) * scale)[place].item())}"
+        raise Wrong(f"{came}, with a step of {digits(scale)}. {_why_off(q, exact, scale, zero, top)}")
 
 
 def _why_off(q: Tensor, exact: Tensor, scale: float, zero: int, top: int) -> str:
@@ -763,15 +701,15 @@ def _bytes(pack: Callable, q: Tensor, values: Sequence[int], first: bool = False
     """The packed bytes as int64; Wrong for another type or length."""
     where, size = f"pack({_few(values)})", (len(values) + 1) // 2
     try:
-        with _unchanged(where, q):
-            found = (attempt if first else _again)(where, pack, q)
+        with unchanged(where, q):
+            found = (attempt if first else again)(where, pack, q)
     except Wrong as wrong:
         if len(values) % 2 and " raised " in str(wrong):
             raise Wrong(
                 f"{wrong} An odd length leaves the last value alone: append a 0 before packing."
             ) from None
         raise
-    packed = _tensor(found, where)
+    packed = tensor(found, where)
     count = packed.numel()
     if count == len(values) and count != size:
         raise Wrong(
@@ -786,7 +724,7 @@ def _bytes(pack: Callable, q: Tensor, values: Sequence[int], first: bool = False
             if packed.dtype == torch.int8
             else ""
         )
-        raise Wrong(f"{where} has the type {_type(packed)}; uint8 is wanted{why}.")
+        raise Wrong(f"{where} has the type {dtype_name(packed)}; uint8 is wanted{why}.")
     return packed.flatten().to(torch.int64)
 
 
@@ -852,16 +790,16 @@ def _judge_unpack(unpack: Callable) -> None:
             if len(values) <= 8
             else f"unpack({len(packed)} bytes, {len(values)})"
         )
-        with _unchanged(where, packed):
-            found = (_again if place else attempt)(where, unpack, packed, len(values))
-        got = _tensor(found, where).flatten()
+        with unchanged(where, packed):
+            found = (again if place else attempt)(where, unpack, packed, len(values))
+        got = tensor(found, where).flatten()
         why = _why_unpacked(got, packed, len(values))
         if why:
             raise Wrong(f"{where} gave {_few(got.tolist())}: {why}")
         if got.tolist() != want.tolist():
             raise Wrong(f"{where} gave {_few(got.tolist())}; wanted {_few(values)}.")
         if got.dtype != torch.int8:
-            raise Wrong(f"{where} has the type {_type(got)}; int8 is wanted. Add .to(torch.int8).")
+            raise Wrong(f"{where} has the type {dtype_name(got)}; int8 is wanted. Add .to(torch.int8).")
 
 
 def _why_unpacked(got: Tensor, packed: Tensor, length: int) -> str:
@@ -938,7 +876,7 @@ _RATIOS = (
 
 @exercise("1.6", "A better scale than absmax")
 def _better_scale(answer, weights: Tensor | None = None, **given) -> str:
-    search_scale, why = _function_and(answer, "search_scale", "why")
+    search_scale, why = function_and(answer, "search_scale", "why")
     with torch.inference_mode(), one_thread():
         w = _given_weights(weights)
         in_order(("search_scale", lambda: _judge_search(search_scale, w)))
@@ -1005,7 +943,7 @@ def _judge_lone_ratio(search_scale: Callable, w: Tensor) -> None:
         want, top = ratio * _base(w, bits), 2 ** (bits - 1) - 1
         if torch.allclose(scale, want, rtol=1e-4):
             continue
-        says = f"{_name(search_scale)}(w, {bits}, [{ratio}]): row 0 has scale {_digits(scale[0].item())}, wanted {_digits(want[0].item())}"
+        says = f"{name_of(search_scale)}(w, {bits}, [{ratio}]): row 0 has scale {digits(scale[0].item())}, wanted {digits(want[0].item())}"
         absmax = w.double().abs().amax(1)
         causes = (
             (torch.full_like(want, ratio), "that is the ratio; the scale is ratio · absmax / " + f"{top}."),
@@ -1042,20 +980,20 @@ def _row_scales(
     search_scale: Callable, w: Tensor, bits: int, ratios: list[float], first: bool = False
 ) -> Tensor:
     """The scales as (out,) float64; Wrong for another shape or type."""
-    where = f"{_name(search_scale)}(w, {bits}, {ratios if len(ratios) < 4 else 'ratios'})"
+    where = f"{name_of(search_scale)}(w, {bits}, {ratios if len(ratios) < 4 else 'ratios'})"
     given = w.clone()
     try:
-        with _unchanged(where, given):
-            found = (attempt if first else _again)(where, search_scale, given, bits, list(ratios))
+        with unchanged(where, given):
+            found = (attempt if first else again)(where, search_scale, given, bits, list(ratios))
     except Wrong as wrong:
         raise Wrong(_rows_way_out(str(wrong))) from None
     if isinstance(found, (tuple, list)) and any(isinstance(part, Tensor) for part in found):
         raise Wrong(f"{where} returns {len(found)} things; only the scale is wanted, (out, 1).")
-    scale = _tensor(found, where)
+    scale = tensor(found, where)
     _judge_row_scale(scale, w, "A row")
     if not scale.isfinite().all() or (scale <= 0).any():
         raise Wrong(
-            f"{where} has a scale that is {_digits(scale.min().item())}; all should be above 0. Was a row never chosen for?"
+            f"{where} has a scale that is {digits(scale.min().item())}; all should be above 0. Was a row never chosen for?"
         )
     return scale.flatten().double()
 
@@ -1084,8 +1022,8 @@ def _judge_choice(search_scale: Callable, w: Tensor, bits: int, what: str) -> No
     row = int(worse[0])
     best = ratios[int(table[row].argmin())]
     raise Wrong(
-        f"{says}row {row} got ratio {chosen[row]:.2f} with a squared error of {_digits(errors[row].item())}; "
-        f"ratio {best:.2f} has {_digits(table[row].min().item())}. Keep, for each row, the least of all ratios."
+        f"{says}row {row} got ratio {chosen[row]:.2f} with a squared error of {digits(errors[row].item())}; "
+        f"ratio {best:.2f} has {digits(table[row].min().item())}. Keep, for each row, the least of all ratios."
     )
 
 
@@ -1138,7 +1076,7 @@ def _judge_why(why) -> None:
         (key for key, text in WHY_NOT_AT_8_BITS.items() if word in (key, text.lower().rstrip("."))), None
     )
     if letter is None:
-        raise Wrong(f"why should be one of the letters {letters}; it is {_short(why)}.")
+        raise Wrong(f"why should be one of the letters {letters}; it is {short(why)}.")
     if letter == "a":
         raise Wrong(
             "Not a: at 8 bits weights still come back rounded. Measure the squared error at ratio 1.0; it is small, not 0."
