@@ -51,18 +51,21 @@ def int4_row_kernel():
 
     configure_numba()
     from numba import njit, prange
-    f32, i32, powers = np.float32, np.int32, 0.0625 ** np.arange(8)
-    powers[7] = 1  # the topmost nibble is shifted
-    divide = np.repeat(powers.astype(f32), 8).reshape(8, 8)
+    f32, i32 = np.float32, np.int32
+
+    @njit(fastmath=True)
+    def divided(x):  # v (groups, k, word) and Σ x of each group
+        v, sums = np.empty((len(x) // 64, 8, 8), f32), np.zeros(len(x) // 64)
+        for g in range(len(v)):
+            for i in range(64):
+                sums[g] += x[64 * g + i]
+                k = i % 8  # the topmost nibble is shifted, not divided
+                v[g, k, i // 8] = x[64 * g + i] / f32(1 << 4 * k % 28)
+        return v, sums.astype(f32)
 
     @njit(parallel=True, fastmath=True)
     def product(words, scale, zero, x, y):
-        places = x.reshape(-1, 8, 8).transpose(0, 2, 1)  # (groups, k, word)
-        v = np.empty(places.shape, f32)
-        v[:] = places * divide
-        sums = np.empty(len(v), f32)
-        for g in range(len(v)):
-            sums[g] = places[g].sum()
+        v, sums = divided(x)
         for o in prange(words.shape[0]):
             total = f32(0)
             for g in range(words.shape[1]):
@@ -315,28 +318,26 @@ class FusedBlock(torch.nn.Module):
             )
         if kinds[0] == "float32":
             arrays = [(w, no_scale(len(w))) for (w,) in arrays]
-        self.qkv, self.out, self.gate_up, self.down = arrays
-        self.before, self.after = block_kernels(kinds[0])
+        self.arrays, self.kernels = arrays, block_kernels(kinds[0])
+        norms = block.attention_norm, block.mlp_norm
+        self.norms = [norm.weight.detach().numpy() for norm in norms]
+        heads = attention.heads, attention.kv_heads, attention.kv_heads
+        self.shape = attention.layer, attention.head_dim, heads
 
     def forward(self, x, cos, sin, cache):
         if cache is None or x.numel() != x.shape[-1]:
             return self.block(x, cos, sin, cache)
-        block, attention = self.block, self.block.attention
-        heads, kv = attention.heads, attention.kv_heads
-        qkv, y = x.new_empty(len(self.qkv[0])), torch.empty_like(x)
-        flat, (weight, weight2) = x.view(-1).numpy(), (
-            norm.weight.detach().numpy()
-            for norm in (block.attention_norm, block.mlp_norm)
-        )
-        turns = cos.view(-1).numpy(), sin.view(-1).numpy()
-        self.before(flat, weight, self.eps, self.qkv, *turns, heads + kv,
-                    qkv.numpy())
-        q, k, v = qkv.view(1, -1, 1, attention.head_dim).split(
-            (heads, kv, kv), dim=1
-        )
-        attended = cache.attend(attention.layer, q, k, v).reshape(-1).numpy()
-        self.after(attended, flat, self.out, weight2, self.eps, self.gate_up,
-                   self.down, len(self.gate_up[0]) // 2, y.view(-1).numpy())
+        (before, after), (first, second) = self.kernels, self.norms
+        qkv, out, gate_up, down = self.arrays
+        layer, head_dim, heads = self.shape
+        flat = x.view(-1).numpy()
+        made, y = torch.empty(1, sum(heads), 1, head_dim), torch.empty_like(x)
+        before(flat, first, self.eps, qkv, cos.view(-1).numpy(),
+               sin.view(-1).numpy(), heads[0] + heads[1], made.view(-1).numpy())
+        q, k, v = made.split(heads, dim=1)
+        attended = cache.attend(layer, q, k, v).reshape(-1).numpy()
+        after(attended, flat, out, second, self.eps, gate_up, down,
+              len(gate_up[0]) // 2, y.view(-1).numpy())
         return y
 
 
