@@ -311,8 +311,11 @@ def quantize_(decoder, scheme="int8", head="alone", product=None) -> Report:
     scheme, modules = scheme_of(scheme), dict(decoder.named_modules())
     if any(isinstance(m, QuantizedLinear) for m in modules.values()):
         raise ValueError("the decoder is quantized already: load it again")
-    before = {n: stored_bytes(m) for n, m in modules.items() if not n or
-              isinstance(m, (nn.Linear, nn.Embedding))}
+    whole = decoder, decoder.embedding, decoder.lm_head
+    before = {
+        name: stored_bytes(module) for name, module in modules.items()
+        if module in whole or isinstance(module, nn.Linear)
+    }
     reasons = replace_linears_(
         decoder, lambda layer: QuantizedLinear(layer, scheme, product), head
     )
@@ -323,7 +326,7 @@ def quantize_(decoder, scheme="int8", head="alone", product=None) -> Report:
         layers.append(
             LayerBytes(name, reason is None, before[name], after, reason or "")
         )
-    if done and tied and head == "copied":  # the float tensor stays for the lookup
+    if done and tied and head == "copied":  # float stays
         layers[-1] = layers[-1]._replace(before=0, reason="a copy")
     if not tied or done and head == "copied":
         same = before["embedding"], before["embedding"]

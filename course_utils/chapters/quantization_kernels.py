@@ -67,8 +67,10 @@ def int4_row_kernel():
     def product(words, scale, zero, x, y):
         v, sums = divided(x)
         for o in prange(words.shape[0]):
-            total = f32(0)
-            for g in range(words.shape[1]):
+            s, z, total = scale[o], zero[o], f32(0)
+            for g in range(s.shape[0]):
+                total -= s[g] * f32(z[g]) * sums[g]
+            for g in range(s.shape[0]):
                 part = f32(0)
                 for i in range(8):  # known when compiled: no loop is left
                     w = words[o, g, i]
@@ -82,7 +84,7 @@ def int4_row_kernel():
                         + f32(w & i32(0xF000000)) * v[g, 6, i]
                         + f32((w >> i32(28)) & i32(15)) * v[g, 7, i]
                     )
-                total += scale[o, g] * (part - f32(zero[o, g]) * sums[g])
+                total += s[g] * part
             y[o] = total
 
     return product
