@@ -259,12 +259,9 @@ def course_curve(
     Raises ValueError where the two curves have no number of rows in common.
     """
     rows, seconds = np.asarray(rows, dtype=float), np.asarray(seconds, dtype=float)
-    fig, ax = figure()
+    fig, ax = figure(8.0, 4.5)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    if predicted is not None:
-        dense, ideal = _roofline(rows, predicted)
-        lines(ax, dense, ideal * 1e3, color="grey", label="idealised: two straight limits", predicted=True)
     scaled = None if spread is None else np.asarray(spread, dtype=float) * 1e3
     lines(ax, rows, seconds * 1e3, scaled, label=label, color="blue")
     ms, moves = seconds * 1e3, _moves(rows, seconds * 1e3, marks)
@@ -273,18 +270,29 @@ def course_curve(
         lines(ax, *other[:2], label=other[2], color="green")
         moves = _lowering(rows, ms, label, other) | moves
         ms = np.concatenate((ms, other[1]))
+    low = ms.min()
+    if predicted is not None:
+        dense, ideal = _roofline(rows, predicted)
+        words = "idealised: the longer of two limits, with overhead"
+        lines(ax, dense, ideal * 1e3, color="grey", label=words, predicted=True)
+        low = min(low, ideal.min() * 1e3 * 1.5)
     if knee is not None and math.isfinite(knee):
         _draw_knee(ax, knee, rows)
-    _draw_marks(ax, ms, moves)
-    if predicted is not None and ideal.min() * 1e3 < ax.get_ylim()[0]:
-        ax.set_ylim(bottom=ideal.min() * 1e3 / 1.2)
     _plain_ticks(ax, rows)
+    _limit_height(ax, low, ms.max(), moves, straight=other is not None)
+    _draw_marks(ax, moves, np.stack((rows, seconds * 1e3), 1))
     ax.set(title=title, xlabel="rows fed in one forward (log scale)", ylabel="ms per forward (log scale)")
-    place = {"loc": "lower right", "reverse": True}
-    if other is not None and knee is not None:  # above the knee's words, over its line
-        place |= {"bbox_to_anchor": (1, 0.07), "frameon": True, "framealpha": 1, "edgecolor": "none"}
-    ax.legend(**place)
+    _legend_below(ax)
     return fig
+
+
+def _legend_below(ax: Axes) -> None:
+    """The legend below the label of the x axis: between the curves no place is always free."""
+    from matplotlib.transforms import offset_copy
+
+    below = offset_copy(ax.transAxes, ax.figure, y=-40 * _scale, units="points")
+    place = {"loc": "upper left", "bbox_to_anchor": (-0.07, 0), "bbox_transform": below, "borderaxespad": 0}
+    ax.legend(ncols=3 if _scale == 1.0 else 2, fontsize="small", columnspacing=1.4, **place)
 
 
 def _roofline(rows: np.ndarray, predicted) -> tuple[np.ndarray, np.ndarray]:
@@ -332,20 +340,25 @@ def _lowering(rows, ms, label: str, other) -> dict[str, list[tuple[float, float,
     return {"①": [(at, _on_curve(at, rows, ms), label), (at, _on_curve(at, other[0], other[1]), other[2])]}
 
 
-def _draw_marks(ax: Axes, ms: np.ndarray, moves: dict[str, list[tuple[float, float, str]]]) -> None:
-    """Circled numbers at their points, and what they stand for in the empty corner above the flat part."""
-    low, high = ms.min(), ms.max()
-    flat = max(
-        [low, *(y for points in moves.values() for _, y, _ in points[:1])]
-    )  # where the words stand above
-    ax.set_ylim(low / 1.9, max(high * 1.3, flat * 2 ** (1 + len(moves))))
+def _limit_height(ax: Axes, low: float, high: float, moves: dict, straight: bool) -> None:
+    """Room above the moves' starts for the words, and below the lowest point for the number of a straight arrow."""
+    starts = [y for points in moves.values() for _, y, _ in points[:1]]
+    top = max([high * 1.3, *(y * 2 ** (1 + len(moves)) for y in starts)])
+    ax.set_ylim(low / max(1.9, (top / low) ** 0.2 if straight else 0), top)
+
+
+def _draw_marks(ax: Axes, moves: dict[str, list[tuple[float, float, str]]], measured: np.ndarray) -> None:
+    """Circled numbers at their points, and what they stand for in the empty corner above the flat part.
+
+    measured: points (n, 2) as (rows, ms) that no arrow may cover. The limits of the axes are set already.
+    """
     if not moves:
         return
     crowd: dict[tuple[float, float], int] = {}  # symbols already standing at a point
     for symbol, points in moves.items():
         spots = [(at, y) for at, y, _ in points]
         for start, end in zip(spots, spots[1:], strict=False):
-            _draw_move(ax, start, end)
+            _draw_move(ax, start, end, measured)
         for spot in spots:
             # A way straight up or down has its numbers outside of the two circles.
             below = any(spot[0] == x and spot[1] < y for x, y in spots)
@@ -362,7 +375,7 @@ def _draw_symbol(ax: Axes, at: float, y: float, symbol: str, neighbours: int, be
     ax.annotate(
         symbol,
         (at, y),
-        xytext=(18 * neighbours, -17 if below else 17),
+        xytext=(0, (-17 if below else 17) * (1 + neighbours)),  # beside it an arrow may come in
         textcoords="offset points",
         ha="center",
         va="center",
@@ -372,8 +385,8 @@ def _draw_symbol(ax: Axes, at: float, y: float, symbol: str, neighbours: int, be
     )
 
 
-def _draw_move(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """An arrow from where a step stood to where the chapter puts it."""
+def _draw_move(ax: Axes, start: tuple[float, float], end: tuple[float, float], measured: np.ndarray) -> None:
+    """An arrow from where a step stood to where the chapter puts it, past the measured points."""
     style = {
         "arrowstyle": "-|>",
         "color": _OWN,
@@ -382,12 +395,31 @@ def _draw_move(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -
         "shrinkA": 11,
         "shrinkB": 11,
     }
-    bend = 0.12 if end[0] < start[0] else -0.12  # bent away from the curve, which lies below the chord
-    if end[0] == start[0]:
-        bend = 0
-        if abs(ax.transData.transform(end)[1] - ax.transData.transform(start)[1]) < 30:
-            return  # the two circles touch
+    ends = ax.transData.transform([start, end])
+    bend = 0.0
+    if end[0] != start[0]:
+        low, high = sorted((start[0], end[0]))
+        between = measured[(low < measured[:, 0]) & (measured[:, 0] < high)]
+        bend = _bend(ends, ax.transData.transform(between), 14 / 72 * ax.figure.dpi)
+    elif abs(ends[1, 1] - ends[0, 1]) < 30:
+        return  # the two circles touch
     ax.annotate("", end, start, arrowprops=style | {"connectionstyle": f"arc3,rad={bend}"}, zorder=4)
+
+
+def _bend(ends: np.ndarray, points: np.ndarray, distance: float) -> float:
+    """The least bend upwards with which an arrow between two ends keeps its distance from all points, in pixels.
+
+    A fixed one lay on the first points where the second row costs much.
+    """
+    (start, end), t = ends, np.linspace(0, 1, 101)[:, None]
+    away = end - start
+    sign = 1 if away[0] < 0 else -1
+    for bend in (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5):
+        middle = (start + end) / 2 + sign * bend * np.array([away[1], -away[0]])
+        path = (1 - t) ** 2 * start + 2 * t * (1 - t) * middle + t**2 * end
+        if all(np.hypot(*(path - point).T).min() >= distance for point in points):
+            break
+    return sign * bend
 
 
 def _plain_ticks(ax: Axes, rows: np.ndarray) -> None:
@@ -428,17 +460,29 @@ def _chapter(chapter: int) -> tuple:
 
 
 def seam_strip(chapter: int) -> None:
-    """Show tokens → decoder → logits with the four seams, this chapter's filled.
+    """Show the four seams, this chapter's filled: two inside of the decoder, the loop around it, around that the scheduler.
 
     Raises ValueError for a chapter other than 1 to 4.
     """
     seam, does, _, _ = _chapter(chapter)
-    names = ", ".join(f"{n} {name}" for n, (name, *_) in _CHAPTERS.items())
+    first, second, third, fourth = (f"{n} {name}" for n, (name, *_) in _CHAPTERS.items())
     alt = (
-        f"Tokens go into the decoder, logits come out. The decoder has four seams: {names}. "
+        f"Tokens go into the decoder, logits come out. The decoder has two seams inside, {first} and {second}; two stand "
+        f"around it, {third} and {fourth}. "
         f"Seam {chapter}, {seam}, is filled: this chapter's. {does[0].upper()}{does[1:]}."
     )
     show(_seam_figure(chapter), alt)
+
+
+# Left, bottom, width, height in inches. The frames lie inside each other: the decoder's own code knows neither the loop
+# that feeds it nor the scheduler that chooses what is fed.
+_FRAMES = {4: (0.05, 0.30, 7.9, 0.92), 3: (1.5, 0.36, 6.37, 0.80)}
+_SEAMS = {
+    1: (3.67, 0.47, 1.3, 0.36),
+    2: (5.07, 0.47, 1.3, 0.36),
+    3: (1.6, 0.56, 1.0, 0.4),
+    4: (0.15, 0.56, 1.25, 0.4),
+}
 
 
 def _seam_figure(chapter: int) -> Figure:
@@ -451,34 +495,43 @@ def _seam_figure(chapter: int) -> Figure:
     ax.set(xlim=(0, width), ylim=(0, height))
     ax.axis("off")
 
-    def box(x, y, w, h, **kwargs):
-        ax.add_patch(FancyBboxPatch((x, y), w, h, boxstyle="round,pad=0,rounding_size=0.06", **kwargs))
+    def box(x, y, w, h, own=False, **kwargs):
+        edge = {"ec": _OWN, "lw": 2} if own else {"ec": "#888888", "lw": 1}
+        shape = "round,pad=0,rounding_size=0.06"
+        ax.add_patch(FancyBboxPatch((x, y), w, h, boxstyle=shape, **edge, **kwargs))
 
-    box(1.15, 0.34, 5.7, 0.83, fc="#F4F4F4", ec="#888888", lw=1)
-    ax.text(
-        4.0, 0.995, "Decoder: its code stays the same", ha="center", va="center", fontsize=10, color="#444444"
-    )
-    for n, (name, does, *_) in _CHAPTERS.items():
-        own, x = n == chapter, 1.25 + 1.4 * (n - 1)
-        box(x, 0.42, 1.3, 0.4, fc=_OWN if own else "white", ec=_OWN if own else "#888888", lw=2 if own else 1)
+    for n, frame in _FRAMES.items():
+        box(*frame, own=n == chapter, fc="white")
+    box(3.57, 0.41, 2.9, 0.7, fc="#F0F0F0")
+    words = {"ha": "center", "va": "center"}
+    ax.text(5.02, 0.965, "Decoder: its code stays the same", fontsize=10, color="#444444", **words)
+    for n, (name, *_) in _CHAPTERS.items():
+        x, y, w, h = _SEAMS[n]
+        own = n == chapter
+        box(x, y, w, h, own, fc=_OWN if own else "white")
         style = {"color": "white", "weight": "bold"} if own else {"color": "#444444"}
-        ax.text(x + 0.65, 0.62, f"{n}  {name}", ha="center", va="center", fontsize=11.5, **style)
-        if own:
-            left = n <= 2  # the label grows towards the middle from below its box
-            label = f"▲ {does}" if left else f"{does} ▲"
-            ax.text(
-                x + (0.56 if left else 0.74),
-                0.16,
-                label,
-                ha="left" if left else "right",
-                va="center",
-                fontsize=11,
-            )
+        ax.text(x + w / 2, y + h / 2 - 0.01, f"{n}  {name}", fontsize=11.5, **words, **style)
     arrow = {"arrowstyle": "-|>", "color": "#444444", "lw": 1.4, "mutation_scale": 14}
-    for text, x, tail, head in (("tokens", 0.42, 0.76, 1.13), ("logits", 7.58, 6.87, 7.24)):
-        ax.text(x, 0.75, text, ha="center", va="center", fontsize=12, color="#222222")
-        ax.annotate("", (head, 0.75), (tail, 0.75), arrowprops=arrow)
+    for text, x, tail, head in (("tokens", 2.95, 3.25, 3.57), ("logits", 7.12, 6.47, 6.84)):
+        ax.text(x, 0.76, text, fontsize=11.5, color="#222222", **words)
+        ax.annotate("", (head, 0.76), (tail, 0.76), arrowprops=arrow | {"shrinkA": 1, "shrinkB": 1})
+    _draw_deed(ax, chapter)
     return fig
+
+
+def _draw_deed(ax: Axes, chapter: int) -> None:
+    """What the chapter does, below its seam, towards the side that has room."""
+    x, _, w, _ = _SEAMS[chapter]
+    does = _CHAPTERS[chapter][1]
+    right = x < 4
+    ax.text(
+        x + w / 2 + (-0.08 if right else 0.08),
+        0.13,
+        f"▲ {does}" if right else f"{does} ▲",
+        ha="left" if right else "right",
+        va="center",
+        fontsize=11,
+    )
 
 
 def formula_box(chapter: int) -> None:

@@ -164,7 +164,7 @@ def test_course_curve_shows_measured_predicted_knee_and_moves():
     (ax,) = fig.axes
     drawn = {line.get_label(): line for line in ax.lines}
     assert list(drawn["measured"].get_ydata()) == pytest.approx(list(SECONDS * 1e3))  # milliseconds
-    assert drawn["idealised: two straight limits"].get_linestyle() == "--"
+    assert drawn["idealised: the longer of two limits, with overhead"].get_linestyle() == "--"
     said = [text.get_text() for text in ax.texts]
     assert "knee ≈ 20 rows" in said and "② without a cache → with one\n③ k + 1 rows" in said
     assert said.count("②") == 2 and said.count("③") == 1
@@ -177,6 +177,44 @@ def test_course_curve_shows_measured_predicted_knee_and_moves():
 def test_course_curve_needs_only_rows_and_seconds():
     fig = plotting.course_curve([1, 2, 4], [0.01, 0.011, 0.02], predicted=[0.01, 0.01, 0.02])
     assert len(fig.axes[0].lines) == 2 and not fig.axes[0].texts
+
+
+def arrow_path(arrow, n: int = 200) -> np.ndarray:
+    """Points along an arrow of one bend, in pixels, without what its head takes."""
+    (start, middle, end), t = arrow.arrow_patch.get_path().vertices[:3], np.linspace(0, 1, n)[:, None]
+    curve = (1 - t) ** 2 * start + 2 * t * (1 - t) * middle + t**2 * end
+    return arrow.arrow_patch.get_transform().transform(curve)
+
+
+@pytest.mark.parametrize("count", [5, 6, 10])
+@pytest.mark.parametrize("present", [False, True])
+def test_the_arrow_of_a_move_leaves_the_measured_points_free(count, present):
+    """Where the second row costs much, the curve rises towards the arrow."""
+    plotting.present(present)
+    ms = np.array([85, 135, 140, 153, 190, 290, 480, 900, 1800, 3700])[:count]
+    rows = ROWS[:count]
+    marks = [(rows[-1], "without a cache", "②"), (1, "with a cache", "②")]
+    fig = plotting.course_curve(rows, ms / 1e3, predicted=roofline, marks=marks)
+    plotting.png(fig)  # lays everything out
+    (ax,) = fig.axes
+    (arrow,) = arrows(ax)
+    path = arrow_path(arrow)
+    for point in ax.transData.transform(np.stack((rows, ms), 1))[1:-1]:
+        assert np.hypot(*(path - point).T).min() > 9  # half a marker is 5
+        assert path[np.abs(path[:, 0] - point[0]).argmin(), 1] > point[1]
+    assert path[:, 1].max() < ax.bbox.y1
+
+
+def test_the_curves_legend_stands_below_the_axes_whatever_the_curves_do():
+    fig = plotting.course_curve(
+        ROWS[:5], SECONDS[:5], predicted=roofline, other=(ROWS[:5], EIGHT_BIT[:5], "int8")
+    )
+    fig.draw_without_rendering()
+    (ax,) = fig.axes
+    box = ax.get_legend().get_window_extent()
+    assert box.y1 <= ax.xaxis.label.get_window_extent().y0 and 0 <= box.x0 and box.x1 <= fig.bbox.x1
+    said = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert said == ["measured", "int8", "idealised: the longer of two limits, with overhead"]
 
 
 def test_circled_numbers_are_in_the_font(recwarn):
@@ -195,6 +233,42 @@ def test_seam_strip_fills_the_chapters_own_seam(outputs, chapter, seam):
     fig = plotting._seam_figure(chapter)
     bold = [t.get_text() for t in fig.axes[0].texts if t.get_weight() == "bold"]
     assert bold == [f"{chapter}  {seam}"]
+
+
+def test_only_linear_and_cache_are_inside_of_the_decoder(outputs):
+    (shown,) = outputs("plotting.seam_strip(2)")
+    alt = shown.metadata["image/png"]["alt"]
+    assert "two seams inside, 1 Linear and 2 Cache; two stand around it, 3 loop and 4 scheduler" in alt
+    (ax,) = plotting._seam_figure(2).axes
+    ax.figure.draw_without_rendering()
+    place = {
+        text.get_text().split()[0].strip(":"): text.get_window_extent()
+        for text in ax.texts
+        if text.get_text()
+    }
+    frames = [patch.get_window_extent() for patch in ax.patches]
+
+    def around(word: str) -> list:
+        """The frames that hold a word whole."""
+        box = place[word]
+        return [f for f in frames if f.x0 < box.x0 and box.x1 < f.x1 and f.y0 < box.y0 and box.y1 < f.y1]
+
+    depths = {word: len(around(word)) for word in ("4", "3", "tokens", "logits", "Decoder", "1", "2")}
+    assert depths == {"4": 2, "3": 3, "tokens": 2, "logits": 2, "Decoder": 3, "1": 4, "2": 4}
+    texts_of = sorted(place.values(), key=lambda box: box.x0)
+    assert texts_of[0].x0 > 0 and max(box.x1 for box in texts_of) < ax.bbox.x1
+
+
+@pytest.mark.parametrize("chapter", [1, 2, 3, 4])
+def test_what_the_chapter_does_is_said_below_its_seam(chapter):
+    (ax,) = plotting._seam_figure(chapter).axes
+    ax.figure.draw_without_rendering()
+    (deed,) = (text for text in ax.texts if "▲" in text.get_text())
+    (seam,) = (text for text in ax.texts if text.get_weight() == "bold")
+    box, below = seam.get_window_extent(), deed.get_window_extent()
+    tip = below.x0 + 8 if deed.get_text().startswith("▲") else below.x1 - 8
+    assert below.y1 < box.y0 and abs(tip - (box.x0 + box.x1) / 2) < 12
+    assert 0 <= below.x0 and below.x1 <= ax.bbox.x1 and below.y0 >= 0
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,53 @@ def test_twin_is_small_and_its_alt_says_what_is_in_it(explorer):
     assert "Token 24 with the cache: 1 row fed" in alt
 
 
+def test_twin_ends_at_its_last_token_and_a_single_picture_goes_on(explorer):
+    assert [len(triangle_colors(part)) for part in explorer.twin().subfigs] == [24 * 25 // 2] * 6
+    assert len(triangle_colors(explorer.figure(token=24))) == 32 * 33 // 2
+    last = explorer.twin().subfigs[5].axes
+    assert all(24 < ax.get_xlim()[1] < 26 for ax in last[1:])
+    legend = [text.get_text() for text in last[0].get_legend().get_texts()]
+    assert legend == ["computed now", "read from the cache", "done before"]  # nothing is still to come
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("group", [1, 3, 9])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_axes_end_a_little_above_the_last_token(explorer, cache, group, size):
+    drawing = kv_cache._OneMoreToken(SMOL)
+    _, work, held = explorer.figure(cache=cache, group=group, bytes_per_value=size).axes
+    assert work.get_ylim()[1] == pytest.approx(1.15 * drawing.work(False, group)[-1] / 1e9)
+    most = max(drawing.held(group, size)[-1], drawing.held(3, 2)[-1])  # the model's own cache stays in view
+    assert held.get_ylim()[1] == pytest.approx(1.15 * most / 1e6)
+    own = [line for line in held.lines if line.get_linestyle() == "-."]
+    assert len(own) == ((group, size) != (3, 2)) and (not own or own[0].get_label() == "3 KV heads × 2 bytes")
+
+
+def test_axes_name_their_units_in_every_size(explorer):
+    for part in (explorer.figure(), *explorer.twin().subfigs):
+        said = [" ".join(ax.get_title(loc="left").split()) for ax in part.axes[1:]]
+        assert said == ["multiply-adds so far, billions", "bytes held, MB (3 KV heads × 2 bytes)"]
+    one = explorer.figure(group=9, bytes_per_value=1).axes[2].get_title(loc="left")
+    assert one == "bytes held, MB (1 KV head × 1 byte)"
+
+
+def test_words_in_the_twin_do_not_run_into_each_other(explorer):
+    fig = explorer.twin()
+    fig.draw_without_rendering()
+    for part in fig.subfigs:
+        triangle, *charts = part.axes
+        legend = triangle.get_legend().get_window_extent()
+        # The title on the left is the second of an axes' three.
+        words = [t.get_window_extent() for ax in charts for t in (ax._left_title, *ax.get_yticklabels())]
+        assert legend.x0 >= part.bbox.x0 and not any(legend.overlaps(box) for box in words)
+        assert max(box.x1 for box in words) <= part.bbox.x1
+
+
+def test_a_reader_whose_cache_holds_nothing_gets_a_picture():
+    own = kv_cache_explorer(SMOL, kv_bytes=lambda *_: 0)
+    assert own.figure(token=24, cache=True).axes[2].get_ylim()[1] == 1
+
+
 def test_every_preset_has_a_caption_with_its_own_numbers(explorer):
     assert [preset.name[0] for preset in explorer.presets] == ["A", "B", "C", "D"]
     for preset in explorer.presets:

@@ -112,7 +112,7 @@ def _triangle_legend(ax: Axes, kinds: Sequence[tuple], size: float) -> None:
 
     hatched = {"ec": COLORS["vermillion"], "hatch": "////", "lw": 0.8}
     patches = [Patch(fc=fill, label=words, **(hatched if lines else {})) for fill, words, lines in kinds]
-    place = {"loc": "upper left", "bbox_to_anchor": (0.42, 1.0), "borderaxespad": 0}
+    place = {"loc": "upper right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0}  # the blank half
     ax.legend(handles=patches, fontsize=size, handlelength=1.2, handletextpad=0.5, labelspacing=0.35, **place)
 
 
@@ -120,12 +120,11 @@ class _OneMoreToken:
     """The drawing of chapter 2's explorer: triangle on the left, work so far and bytes held on the right."""
 
     last = 32  # tokens
+    last_compact = 24  # in a panel of the twin, for larger squares; its last panel shows this token
 
     def __init__(self, config: DecoderConfig, step_work=None, kv_bytes=None) -> None:
         self.config, self.step_work, self.kv_bytes = config, step_work, kv_bytes
         self.tokens = np.arange(1, self.last + 1)
-        self.most_bytes = self.held(1, 4)[-1] / 1e6
-        self.most_work = self.work(False, 1)[-1] / 1e9
 
     def cost(self, token: int, cache: bool, group: int, bytes_per_value: int) -> StepCost:
         """``step_cost`` of the model with ``group`` query heads to each KV head, by the chapter's functions if given."""
@@ -156,56 +155,85 @@ class _OneMoreToken:
     def draw(
         self, fig: Figure | SubFigure, token, cache, group, bytes_per_value, compact: bool = False
     ) -> None:
-        letters = 7.5 if compact else 10.5
+        letters, last = (7.5, max(self.last_compact, token)) if compact else (10.5, self.last)
         mode = "with the cache" if cache else "without a cache"
         fed = "1 row is fed" if cache or token == 1 else f"{token} rows are fed"
         title = f"Token {token}, {mode}:{chr(10) if compact else ' '}{fed}"
-        fig.text(0.02, 0.97, title, va="top", weight="bold", size=9.5 if compact else 13)
-        head = 0.8 if compact else 0.86
-        triangle = fig.add_axes((0.02, 0.02, 0.52, head - 0.02))
-        attention_triangle(triangle, token, cache, self.last, legend_size=6.5 if compact else 9.5)
-        grid = fig.add_gridspec(
-            2, 1, left=0.66 if compact else 0.52, right=0.97, top=head - 0.07, bottom=0.16, hspace=0.75
+        fig.text(0.02, 0.98, title, va="top", weight="bold", size=9.5 if compact else 13)
+        head = 0.83 if compact else 0.88
+        triangle = fig.add_axes((0.02, 0.01, 0.6, head - 0.01))
+        attention_triangle(triangle, token, cache, last, legend_size=7 if compact else 10)
+        sides = {"left": 0.71 if compact else 0.53, "right": 0.97}
+        top, bottom = fig.add_gridspec(
+            2, 1, top=head - 0.1, bottom=0.13, hspace=0.9 if compact else 0.6, **sides
         )
-        top, bottom = fig.add_subplot(grid[0]), fig.add_subplot(grid[1])
-        self._draw_work(top, token, cache, group, letters)
-        self._draw_bytes(bottom, token, cache, group, bytes_per_value)
-        top.set_title("work so far, 10⁹" if compact else "work so far, 10⁹ multiply-adds")
+        top, bottom = fig.add_subplot(top), fig.add_subplot(bottom)
+        self._draw_work(top, token, cache, group, letters, last)
+        self._draw_bytes(bottom, token, cache, group, bytes_per_value, letters, last)
         heads = self.config.num_heads // group
-        bottom.set_title(
-            "held, MB" if compact else f"bytes held, MB ({heads} KV heads × {bytes_per_value} bytes)"
+        lines = (
+            ("multiply-adds", "so far, billions"),
+            ("bytes held, MB", f"({_cache_size(heads, bytes_per_value)})"),
         )
         bottom.set_xlabel("token", size=letters, labelpad=1)
-        for ax in (top, bottom):
-            ax.set(xlim=(0, self.last + 1), xticks=(1, 8, 16, 24, 32))
+        for ax, line in zip((top, bottom), lines, strict=True):
+            ax.set(xlim=(0, last + 1.5), xticks=[n for n in (1, 8, 16, 24, 32) if n <= last])
+            ax.tick_params(labelsize=letters - 0.5, pad=2)
             ax.set_title(
-                ax.get_title(loc="left"), size=letters, weight="normal", pad=4, y=1.0
-            )  # a fixed y is quicker
-            ax.tick_params(labelsize=letters - 1, pad=2)
+                (chr(10) if compact else " ").join(line),
+                size=letters,
+                weight="normal",
+                pad=5,
+                y=1.0,  # a fixed y is quicker
+                x=-0.3 if compact else 0,
+            )
 
-    def _draw_work(self, ax: Axes, token: int, cache: bool, group: int, letters: float) -> None:
+    def _draw_work(self, ax: Axes, token: int, cache: bool, group: int, letters: float, last: int) -> None:
         for mode, color in ((False, "vermillion"), (True, "blue")):
-            self._draw_growth(ax, self.work(mode, group) / 1e9, token, color, active=mode == cache)
-        ax.set(ylim=(-0.04 * self.most_work, 1.05 * self.most_work))
+            self._draw_growth(ax, self.work(mode, group)[:last] / 1e9, token, color, active=mode == cache)
+        _limit_height(ax, self.work(False, group)[last - 1] / 1e9)
         said = {"size": letters - 0.5, "transform": ax.transAxes, "ha": "right", "va": "bottom"}
-        ax.text(0.55, 0.5, "no cache", color=COLORS["vermillion"], **said)
-        ax.text(0.99, 0.13, "cache", color=COLORS["blue"], **said)
+        ax.text(0.6, 0.5, "no cache", color=COLORS["vermillion"], **said)
+        ax.text(0.99, 0.2, "cache", color=COLORS["blue"], **said)
 
-    def _draw_bytes(self, ax: Axes, token: int, cache: bool, group: int, bytes_per_value: int) -> None:
-        held = self.held(group, bytes_per_value) / 1e6
+    def _draw_bytes(
+        self, ax: Axes, token: int, cache: bool, group: int, bytes_per_value: int, letters: float, last: int
+    ) -> None:
+        """Bytes held, on the scale of the setting shown; another setting is compared with the model's own at 2 bytes."""
+        held = self.held(group, bytes_per_value)[:last] / 1e6
+        heads = self.config.num_kv_heads
+        own = self.held(self.config.num_heads // heads, 2)[:last] / 1e6
+        if (own != held).any():
+            style = {"color": COLORS["grey"], "lw": 1.2, "marker": "", "label": _cache_size(heads, 2)}
+            ax.plot(self.tokens[:last], own, "-.", **style)
+            ax.legend(loc="upper left", fontsize=letters - 1, borderaxespad=0)
         self._draw_growth(
             ax, held if cache else 0 * held, token, "blue" if cache else "vermillion", active=True
         )
-        ax.set(ylim=(-0.04 * self.most_bytes, 1.05 * self.most_bytes))
+        _limit_height(ax, max(held[-1], own[-1]))
 
     def _draw_growth(self, ax: Axes, values: np.ndarray, token: int, color: str, active: bool) -> None:
         """One line up to ``token`` and its mark there; what is still to come is dotted. The mode not chosen is thin."""
         shade, strength = COLORS[color], 1.0 if active else 0.55
         line = {"color": shade, "alpha": strength, "marker": ""}
-        ax.plot(self.tokens[:token], values[:token], "-", lw=2.2 if active else 1.1, **line)
-        ax.plot(self.tokens[token - 1 :], values[token - 1 :], ":", lw=1.2, **line)
+        tokens = self.tokens[: len(values)]
+        ax.plot(tokens[:token], values[:token], "-", lw=2.2 if active else 1.1, **line)
+        ax.plot(tokens[token - 1 :], values[token - 1 :], ":", lw=1.2, **line)
         marker = plotting.MARKERS[color]
         ax.plot(token, values[token - 1], marker, color=shade, ms=7 if active else 4, alpha=strength)
+
+
+def _limit_height(ax: Axes, highest: float) -> None:
+    """From a little below 0 to a little above the highest value, with few ticks."""
+    from matplotlib.ticker import MaxNLocator
+
+    top = 1.15 * highest or 1.0
+    ax.set_ylim(-0.05 * top, top)
+    ax.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
+
+
+def _cache_size(heads: int, bytes_per_value: int) -> str:
+    return f"{heads} KV head{'s' * (heads > 1)} × {bytes_per_value} byte{'s' * (bytes_per_value > 1)}"
 
 
 def _large(count: int) -> str:
@@ -258,7 +286,8 @@ def kv_cache_explorer(
         Control("group", "query heads per KV head", "choice", [(str(g), g) for g in groups]),
         Control("bytes_per_value", "bytes per value", "choice", (("4", 4), ("2", 2), ("1", 1))),
     )
-    panels = [preset("", token=t, cache=cache) for cache in (False, True) for t in (4, 12, 24)]
+    tokens = (4, 12, token.last_compact)
+    panels = [preset("", token=t, cache=cache) for cache in (False, True) for t in tokens]
     return Explorer(
         "One more token",
         draw=token.draw,
@@ -267,4 +296,5 @@ def kv_cache_explorer(
         controls=controls,
         panels=panels,
         columns=3,
+        size=(8.0, 4.2),
     )
