@@ -207,7 +207,7 @@ def peak_memory(device: torch.device | str | None = None, *, interval: float = 0
             memory.peak = torch.cuda.max_memory_allocated(target)
         return
 
-    _return_freed_memory()
+    free_memory()
     process = psutil.Process()
     resident = process.memory_info().rss
     memory = Peak("RSS", resident, resident)
@@ -230,8 +230,15 @@ def peak_memory(device: torch.device | str | None = None, *, interval: float = 0
         look()
 
 
-def _return_freed_memory() -> None:
-    """Let glibc give freed pages back to the system, so that new tensors show as growth; elsewhere nothing happens."""
+def free_memory() -> None:
+    """Give memory that no object holds any more back: to the system on Linux, to the driver on a GPU.
+
+    Objects that only refer to each other are collected first. Without it a notebook that drops one model after another
+    keeps their pages, and new tensors don't show as growth.
+    """
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):

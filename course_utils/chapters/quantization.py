@@ -20,7 +20,7 @@ def largest_code(bits: int) -> int:
 def grouped(w: Tensor, group_size=None) -> Tensor:
     """w (out, in) in float32 as (out, groups, size); None: one group a row.
 
-    Raises ValueError for other shapes, sizes that do not divide, NaN, inf.
+    Raises ValueError for other shapes and for sizes that do not divide.
     """
     if w.ndim != 2 or not w.numel():
         raise ValueError(
@@ -36,9 +36,14 @@ def grouped(w: Tensor, group_size=None) -> Tensor:
             f"in_features={width} is not a multiple of group_size={size};"
             f" choose one of {fit}"
         )
-    if not torch.isfinite(w).all():
-        raise ValueError("w holds NaN or inf; mend the weights first")
     return w.float().unflatten(1, (-1, size))
+
+
+def usable(scale: Tensor) -> Tensor:
+    """The scale, with 1 in place of 0. ValueError for NaN and inf."""
+    if not torch.isfinite(scale).all():
+        raise ValueError("w holds NaN or inf; mend the weights first")
+    return torch.where(scale > 0, scale, 1.0)
 
 
 def quantize_absmax(w: Tensor, bits=8, group_size=None):
@@ -50,18 +55,20 @@ def quantize_absmax(w: Tensor, bits=8, group_size=None):
     ValueError for bad bits, shape, size or NaN. Source: chapter 1, §1.2.
     """
     top, groups = largest_code(bits), grouped(w, group_size)
-    scale = groups.abs().amax(-1, keepdim=True) / top  # float32, always
-    scale = torch.where(scale > 0, scale, 1.0)
-    q = (groups / scale).round().clamp(-top, top)
+    absmax = torch.linalg.vector_norm(groups, torch.inf, -1, keepdim=True)
+    scale = usable(absmax / top)  # float32, whatever w is
+    q = (groups / scale).round_().clamp_(-top, top)
     return q.to(torch.int8).flatten(1), scale.squeeze(-1)
 
 
 def dequantize(q: Tensor, scale, zero_point=None, dtype=torch.float32):
     """(out, in): scale · (q − zero_point) for scale (out or 1, groups)."""
-    codes = q.float().unflatten(1, (scale.shape[1], -1))
+    codes = q.to(torch.float32, copy=True)
+    codes = codes.unflatten(1, (scale.shape[1], -1))
     if zero_point is not None:
-        codes = codes - zero_point.float()[..., None]
-    return (codes * scale.float()[..., None]).flatten(1).to(dtype)
+        codes -= zero_point.float()[..., None]
+    codes *= scale.float()[..., None]
+    return codes.flatten(1).to(dtype)
 
 
 def quantize_affine(w: Tensor, bits=4, group_size=None):
@@ -74,10 +81,9 @@ def quantize_affine(w: Tensor, bits=4, group_size=None):
     top, groups = 2 * largest_code(bits) + 1, grouped(w, group_size)
     low = groups.amin(-1, keepdim=True).clamp(max=0)
     high = groups.amax(-1, keepdim=True).clamp(min=0)
-    scale = high / top - low / top  # high − low may overflow
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = usable(high / top - low / top)  # high − low may overflow
     zero = (-low / scale).round().clamp(0, top)
-    q = ((groups / scale).round() + zero).clamp(0, top)
+    q = (groups / scale).round_().add_(zero).clamp_(0, top)
     q, zero = q.to(torch.uint8), zero.to(torch.uint8)
     return q.flatten(1), scale.squeeze(-1), zero.squeeze(-1)
 
