@@ -137,13 +137,16 @@ def few_rows_kernels():
     def nibbles(q, scale, zero, x, y):
         size = x.shape[1] // scale.shape[1]
         for b in prange((len(q) + block - 1) // block):
-            w = np.empty(x.shape[1], f32)
+            w = np.empty(2 * q.shape[1], f32)  # one too many for odd rows
             for o in range(b * block, min(len(q), b * block + block)):
-                for i in range(len(w)):
-                    code = (q[o, i // 2] >> (4 * (i % 2))) & 15
-                    g = i // size
-                    w[i] = (f32(code) - zero[o, g]) * scale[o, g]
-                dots(w, x, y, o)
+                for i in range(q.shape[1]):
+                    w[2 * i] = f32(q[o, i] & 15)
+                    w[2 * i + 1] = f32(q[o, i] >> 4)
+                for g in range(scale.shape[1]):
+                    out = w[g * size :][:size]
+                    for i in range(size):
+                        out[i] = (out[i] - f32(zero[o, g])) * scale[o, g]
+                dots(w[: x.shape[1]], x, y, o)
 
     @njit(parallel=True, fastmath=True)
     def floats(w, x, y):

@@ -4,12 +4,13 @@ One interleaved race on the CPU: cached greedy decoding of one sequence, 32 toke
 library is missing.
 
 ms_V                          median ms per token of variant V; mb_V: MB of its weights
-int8_over_quantize_dynamic    speed of our int8 (per row, the head's matrix shared, kernels of deep dive 1A) over torch's
+int8_over_quantize_dynamic    speed of our int8 (per row, the head's matrix shared, all kernels of deep dive 1A: each block
+                              in two compiled calls) over torch's
 int8_over_float32             … over the same decoder with torch's float32 products
 int8_over_float32_same_kernel … over float32 weights in the same kernel: what the bytes alone give
 int8_over_llamacpp_q8         … over llama.cpp with Q8_0 weights
 int4_over_int8                speed of our int4 (groups of 64, zero points) over our int8
-int8_fused_…, int4_fused_…    the same with each of our blocks fused to two compiled calls (float32_same_kernel_fused too)
+…_unfused_…                   the same with one compiled call for each product and torch for the rest
 ppl_ratio_int8, …_int4_rtn    perplexity over float32's, 20,000 tokens, context 512, stride 512
 kernel_gb_per_s, read_gb_per_s, kernel_bandwidth_fraction   the one-row int8 product on the head's matrix, and the
                               fastest plain read, both out of more memory than the caches hold
@@ -51,16 +52,16 @@ from course_utils.timing import Timing, race, ratio
 from tests.benchmarks.common import Bench, start
 
 RATIOS = {  # key: (fast, slow)
-    "int8_over_quantize_dynamic": ("int8", "quantize_dynamic"),
-    "int8_over_float32": ("int8", "float32"),
-    "int8_over_float32_same_kernel": ("int8", "float32_same_kernel"),
-    "int8_over_llamacpp_q8": ("int8", "llamacpp_q8"),
-    "int4_over_int8": ("int4", "int8"),
-    "int8_fused_over_quantize_dynamic": ("int8_fused", "quantize_dynamic"),
-    "int8_fused_over_float32": ("int8_fused", "float32"),
-    "int8_fused_over_float32_same_kernel": ("int8_fused", "float32_same_kernel_fused"),
-    "int8_fused_over_llamacpp_q8": ("int8_fused", "llamacpp_q8"),
-    "int4_fused_over_int8_fused": ("int4_fused", "int8_fused"),
+    "int8_over_quantize_dynamic": ("int8_fused", "quantize_dynamic"),
+    "int8_over_float32": ("int8_fused", "float32"),
+    "int8_over_float32_same_kernel": ("int8_fused", "float32_same_kernel_fused"),
+    "int8_over_llamacpp_q8": ("int8_fused", "llamacpp_q8"),
+    "int4_over_int8": ("int4_fused", "int8_fused"),
+    "int8_unfused_over_quantize_dynamic": ("int8", "quantize_dynamic"),
+    "int8_unfused_over_float32": ("int8", "float32"),
+    "int8_unfused_over_float32_same_kernel": ("int8", "float32_same_kernel"),
+    "int8_unfused_over_llamacpp_q8": ("int8", "llamacpp_q8"),
+    "int4_unfused_over_int8_unfused": ("int4", "int8"),
 }
 
 
