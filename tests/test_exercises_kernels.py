@@ -15,29 +15,9 @@ import torch
 from course_utils.chapters.quantization import bits_per_weight, scheme_of
 from course_utils.exercises import check, judge
 from course_utils.exercises.kernels import INT4_BITS, MACHINES
+from tests.exercises_for_tests import hears, one_thread, unanswered  # noqa: F401
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "deep_dives" / "01a_kernels.ipynb"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def hears(id: str, answer, sentence: str) -> None:
-    """The answer is refused with this sentence; strict, it raises."""
-    with pytest.raises(AssertionError) as refused:
-        check(id, answer, strict=True)
-    assert sentence in str(refused.value) and "✗" in str(refused.value)
-    assert ".." not in str(refused.value) and ".:" not in str(refused.value)
-
-
-def unanswered(id: str, answer, sentence: str = "Write your answer above and run the cell again.") -> None:
-    result = judge(id, answer)
-    assert (result.state, result.sentence) == ("not answered yet", sentence)
 
 
 # --- 1A.1 ------------------------------------------------------------------------------------------------------------

@@ -12,22 +12,7 @@ from course_utils.decoder import Cache
 from course_utils.exercises import check, judge
 from course_utils.exercises.kv_cache import _alone, _Counting, _Growing, _tiny_config, _with_weights
 from course_utils.generation import generate
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def hears(id: str, answer, sentence: str, **given) -> None:
-    """The answer is refused with this sentence; strict, it raises."""
-    with pytest.raises(AssertionError) as refused:
-        check(id, answer, strict=True, **given)
-    assert sentence in str(refused.value) and "✗" in str(refused.value)
-
+from tests.exercises_for_tests import hears, one_thread  # noqa: F401
 
 # --- 2.1 -------------------------------------------------------------------------------------------------------------
 

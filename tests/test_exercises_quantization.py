@@ -9,30 +9,7 @@ import torch
 from course_utils.chapters import quantization
 from course_utils.exercises import WHY_NOT_AT_8_BITS, check, judge
 from course_utils.exercises.quantization import _RATIOS, _small_rows, _table
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def hears(id: str, answer, sentence: str, **given) -> None:
-    """The answer is refused with this sentence; strict, it raises."""
-    with pytest.raises(AssertionError) as refused:
-        check(id, answer, strict=True, **given)
-    assert sentence in str(refused.value) and "✗" in str(refused.value)
-    assert ".." not in str(refused.value) and ".:" not in str(refused.value)
-
-
-def unanswered(
-    id: str, answer, sentence: str = "Write your answer above and run the cell again.", **given
-) -> None:
-    result = judge(id, answer, **given)
-    assert (result.state, result.sentence) == ("not answered yet", sentence)
-
+from tests.exercises_for_tests import hears, one_thread, unanswered  # noqa: F401
 
 # --- 1.1 -------------------------------------------------------------------------------------------------------------
 
