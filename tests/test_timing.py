@@ -322,3 +322,19 @@ def test_memory_freed_before_is_not_taken_for_room():
     with peak_memory("cpu") as memory:
         after = [torch.ones(384_000) for _ in range(60)]
     assert memory.above > 0.8 * sum(t.nbytes for t in after) and pin.numel()
+
+
+def test_free_memory_collects_what_refers_to_itself():
+    class Loop:
+        pass
+
+    gc.disable()
+    try:
+        loop = Loop()
+        loop.itself, gone = loop, weakref.ref(loop)
+        del loop
+        assert gone() is not None
+        timing.free_memory()
+        assert gone() is None
+    finally:
+        gc.enable()
